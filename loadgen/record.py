@@ -95,6 +95,7 @@ class Request:
     after: tuple[str, ...] = ()
     delay_ns: int = 0
     make_body: Callable[[Mapping[str, RequestRecord]], bytes] | None = None
+    session_open: bool = False  # a later request waits for this one
     tags: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -57,6 +57,15 @@ class Exchange:
         return self.pieces, self.stamps
 
 
+@dataclass(frozen=True, slots=True)
+class TransportUsage:
+    """What a transport counted since it was made."""
+
+    reads: int = 0  # reads that brought bytes
+    unread_bytes: int = 0  # waiting in the sockets now
+    num_connections: int = 0  # ever opened
+
+
 class Transport(Protocol):
     name: str  # "wire" or "aiohttp"
 
@@ -74,5 +83,7 @@ class Transport(Protocol):
 
     async def sleep_until_ns(self, when_ns: int) -> None:
         """As clock.Clock.sleep_until_ns, by the finest timer the transport has."""
+
+    def usage(self) -> TransportUsage: ...
 
     async def close(self) -> None: ...
