@@ -49,7 +49,7 @@ class FailureKind(enum.StrEnum):
 
 
 REMEDY: Mapping[FailureKind, str] = {
-    FailureKind.REFUSED: "nobody listens at the address, or the connection was reset before an answer: is the server up?",
+    FailureKind.REFUSED: "nobody listens there, or the connection was reset before an answer: is the server up?",
     FailureKind.CONNECT_TIMEOUT: "no connection within --connect-timeout: wrong address, firewall, or a full backlog",
     FailureKind.TLS: "the TLS handshake failed: check the certificate, or use http:// for a local server",
     FailureKind.STATUS: "the server answered with an error status: its message is in the detail",

@@ -1,0 +1,90 @@
+"""The verdict: a client that was late is INVALID for the right reason, a slow server never is."""
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from loadgen.audit import audit
+from loadgen.record import ClientUsage, Phase, RequestRecord, Run
+
+MS = 1_000_000
+
+
+def record(
+    index: int, *, late_ms: float = 0, stamps_ms: Sequence[float] = (50, 70, 90), shared: int = 0
+) -> RequestRecord:
+    planned = index * 10 * MS
+    stamps = array("q", [planned + round(ms * MS) for ms in stamps_ms])
+    return RequestRecord(
+        id=f"r{index}", phase=Phase.MEASURED, planned_ns=planned, sent_ns=planned + round(late_ms * MS),
+        first_byte_ns=stamps[0], first_token_ns=stamps[0], first_answer_ns=stamps[0], last_token_ns=stamps[-1],
+        end_ns=stamps[-1], event_stamps_ns=stamps, shared_stamps=shared, prompt_tokens=4, output_tokens=len(stamps),
+        tokens_from="server", finish_reason="length", status=200, failure=None, text=None, kernel_stamps=True,
+        reopened=False, asked_input_tokens=4, asked_output_tokens=3,
+    )  # fmt: skip
+
+
+def run(
+    records: Sequence[RequestRecord] = (),
+    *,
+    lag_ms: Sequence[float] = (0.5,) * 100,
+    cpu_s: float = 2.0,
+    options: dict[str, object] | None = None,
+    kernel: bool = True,
+    unread: int = 0,
+    workers: int = 1,
+) -> Run:
+    usage = ClientUsage(
+        cpu_s=cpu_s, wall_s=10.0, loop_lag_ns=tuple(round(ms * MS) for ms in lag_ms), transport="wire",
+        kernel_stamps=kernel, unread_bytes=unread, num_workers=workers, cores=4,
+    )  # fmt: skip
+    chosen = {"rate": 100.0, "concurrency": None, "trace": None} if options is None else options
+    return Run(
+        options=chosen, records=tuple(records) or (record(0),), start_ns=0, start_utc="", end_ns=10**10, usage=usage
+    )
+
+
+def test_a_fast_client_on_a_slow_server_is_valid() -> None:
+    slow = [record(i, stamps_ms=(9_000, 12_000, 20_000)) for i in range(50)]
+    verdict = audit(run(slow))
+    assert verdict.valid and not verdict.warnings
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (run([record(i, late_ms=30 if i % 20 == 0 else 0) for i in range(100)]), "30.0 ms or more late"),
+        (run(lag_ms=[0.5] * 99 + [200]), "stood still for 200 ms"),
+        (run(lag_ms=[0.5] * 90 + [60] * 10), "60.0 ms late"),
+        (run(cpu_s=9.9), "99% of a core"),
+        # 20 ms between events, the loop 15 ms late: events of one stream met in one read
+        (run([record(0, shared=1)], lag_ms=[15.0] * 100), "share a read"),
+    ],
+)
+def test_a_late_client_is_invalid_for_the_right_reason(bad: Run, words: str) -> None:
+    verdict = audit(bad)
+    assert not verdict.valid
+    assert any(words in reason.what for reason in verdict.reasons), verdict.reasons
+    assert all(reason.remedy for reason in verdict.reasons)
+
+
+def test_a_punctual_client_blames_the_server_for_tokens_sent_together() -> None:
+    verdict = audit(run([record(0, stamps_ms=(50, 50, 90), shared=1)]))
+    assert verdict.valid and "several tokens at a time" in verdict.warnings[0].what
+
+
+def test_waiting_behind_a_cap_is_not_lateness() -> None:
+    held = [record(i, late_ms=800) for i in range(50)]
+    assert audit(run(held, options={"rate": 10.0, "concurrency": 1, "trace": None})).valid
+    assert not audit(run(held)).valid
+
+
+def test_cpu_is_counted_per_worker() -> None:
+    assert audit(run(cpu_s=15.0, workers=2)).valid and not audit(run(cpu_s=19.9, workers=2)).valid
+
+
+def test_doubts_that_do_not_spoil_a_run_are_warnings() -> None:
+    verdict = audit(run(kernel=False, unread=17, cpu_s=8.5))
+    assert verdict.valid and len(verdict.warnings) == 3
+    assert verdict.as_dict()["valid"] is True
