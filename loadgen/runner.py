@@ -23,32 +23,16 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from loadgen.clock import NS_PER_MS, Clock, MonotonicClock
+from loadgen.plan import Plan, Planned
 from loadgen.protocol import read_exchange
 from loadgen.record import ClientUsage, FailureKind, Phase, Request, RequestRecord
 from loadgen.transport import Exchange, Transport
-
-Planned = tuple[int, Request]  # position in the plan, request
 
 _LEAD_NS = 50 * NS_PER_MS  # a task is made, and a connection found, this long before its request is due
 _SLICE_NS = NS_PER_MS  # the reducer yields to the reads after this long
 _BACKLOG_BYTES = 64 << 20
 _LAG_PERIOD_S = 0.02
 _REFUSED_PAUSE_S = 0.1  # a slot whose connection was refused waits, or a dead server would be asked 10,000 times/s
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one process is to send. `measured` may be lazy: it is read just ahead of time."""
-
-    before: tuple[Planned, ...]  # cold first (alone), then warm-up
-    measured: Iterable[Planned]
-    total: int | None  # how many `measured` will yield, if known
-    open_loop: bool
-    concurrency: int | None  # closed loop: the slots; open loop: a cap, or None
-    warmup_concurrency: int = 1
-    connections: int = 1  # opened before the clock starts
-    duration_ns: int | None = None  # no request starts later than this after the start
-    keep_text: bool = False
 
 
 @dataclass(slots=True)

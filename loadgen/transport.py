@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from loadgen.options import UsageError
 from loadgen.record import Failure
 
 
@@ -56,6 +57,10 @@ class Exchange:
         """The body as (pieces, stamps) with chunk framing removed. wire.py overrides this to do it late."""
         return self.pieces, self.stamps
 
+    def framed_pieces(self) -> tuple[list[bytes], array[int]] | None:
+        """The same still in HTTP/1.1 chunks, if that is how it was kept: a reader may take whole chunks at once."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class TransportUsage:
@@ -87,3 +92,21 @@ class Transport(Protocol):
     def usage(self) -> TransportUsage: ...
 
     async def close(self) -> None: ...
+
+
+def make_transport(name: str, target: Target) -> Transport:
+    """The transport of that name; "auto" is wire for plain http without a proxy on Linux, else aiohttp.
+
+    Raises UsageError for wire where it cannot work.
+    """
+    from loadgen import wire
+
+    fits = wire.SUPPORTED and target.base_url.startswith("http://") and target.proxy is None
+    if name == "wire" and not fits:
+        why = "on Linux" if not wire.SUPPORTED else "plain http" if target.proxy is None else "without a proxy"
+        raise UsageError(f"--transport wire works {why} only, not for {target.base_url}: use auto or aiohttp")
+    if name == "wire" or (name == "auto" and fits):
+        return wire.Wire(target)
+    from loadgen.via_aiohttp import ViaAiohttp
+
+    return ViaAiohttp(target)

@@ -1,0 +1,92 @@
+"""Server-sent events, sans I/O: pieces of a body in, events out, whatever the network cut.
+
+    >>> parser = Parser()
+    >>> parser.feed(b"data: {}\\r\\n\\r"), parser.feed(b"\\n: comment\\n")
+    ([(b'', b'{}')], [])
+
+Rules of the WHATWG HTML standard, section 9.2.6: lines end at CR, LF or CRLF (the line ends at the CR, a LF behind it
+is swallowed, so no event waits for the next read); one blank after the colon is dropped; several data lines are joined
+by LF; a line that begins with a colon is a comment; id, retry and unknown fields are ignored; a BOM may lead.
+No clock, no JSON, no await: the caller knows which piece it fed, and an event belongs to the piece that completed it.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_LINE_BYTES = 64 << 20
+
+Event = tuple[bytes, bytes]  # event type (b"" unless named), data
+
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
+
+
+class LineTooLong(ValueError):
+    """A line (or the data of one event) above MAX_LINE_BYTES."""
+
+
+class Parser:
+    """Owns the bytes of an unfinished line and the data lines of an unfinished event, nothing else."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []  # an unfinished line, in pieces: joined once, so tiny pieces stay cheap
+        self._size = 0
+        self._swallow_lf = False
+        self._first_line = True
+        self._data: list[bytes] = []
+        self._type = b""
+
+    def feed(self, piece: bytes) -> list[Event]:
+        """The events that this piece completes. Raises LineTooLong."""
+        if self._swallow_lf and piece:
+            self._swallow_lf = False
+            if piece[:1] == b"\n":
+                piece = piece[1:]
+        events: list[Event] = []
+        start = 0
+        for match in _LINE_END.finditer(piece):
+            line = piece[start : match.start()]
+            if self._parts:
+                self._parts.append(line)
+                line = b"".join(self._parts)
+                self._parts.clear()
+                self._size = 0
+            start = match.end()
+            self._line(line, events)
+        if piece.endswith(b"\r"):
+            self._swallow_lf = True
+        if start < len(piece):
+            self._parts.append(piece[start:])
+            self._size += len(piece) - start
+            if self._size > MAX_LINE_BYTES:
+                raise LineTooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        return events
+
+    def finish(self) -> list[Event]:
+        """The body is over. The standard drops an unfinished event; a whole last data line is kept here, because
+        servers end with `data: [DONE]` and no blank line, and an answer must not be called cut for that."""
+        events: list[Event] = []
+        if self._parts:
+            self._line(b"".join(self._parts), events)
+            self._parts.clear()
+        self._line(b"", events)
+        return events
+
+    def _line(self, line: bytes, events: list[Event]) -> None:
+        if self._first_line:
+            self._first_line = False
+            line = line.removeprefix(_BOM)
+        if not line:
+            if self._data:
+                events.append((self._type, b"\n".join(self._data)))
+            self._data = []
+            self._type = b""
+            return
+        name, _, value = line.partition(b":")
+        if value[:1] == b" ":
+            value = value[1:]
+        if name == b"data":
+            self._data.append(value)
+        elif name == b"event":
+            self._type = value
