@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from loadgen.clock import NS_PER_S
 from loadgen.options import Slo
 from loadgen.record import Phase, RequestRecord, Run
+from loadgen.stats import cv, exponential_fit_p_value, order_statistic_interval, quantile, quantile_with_infinities
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -125,77 +126,55 @@ def pooled_gaps_ms(records: Sequence[RequestRecord]) -> tuple[Floats, Ints]:
 
 
 def distribution(values: Floats, groups: Ints | None = None) -> dict[str, Any]:
-    """{n, mean, min, max, p50.. p999, p50_interval.. p999_interval, too_few} of finite values; NaN entries are dropped.
+    """{n, mean, min, max, p50.. p999, p50_interval.. p999_interval, too_few} of the values that are not NaN.
 
-    Intervals: 95 %, from order statistics (no assumption on the shape). too_few: percentiles whose interval would
-    reach beyond the sample, so that the figure is little more than its largest (or smallest) value.
-    groups: offsets of dependent values (gaps of one request); their intervals are then Woodruff's (1952), with the
-    variance between groups, because gaps of one request are not independent draws.
+    Intervals: 95 %, from order statistics, whatever the shape. too_few: the percentiles whose interval would reach
+    beyond the sample, so that the figure is little more than its largest (or smallest) value.
+    groups: offsets of values that hang together (the gaps of one request); intervals are then Woodruff's.
     """
     if groups is None:
         values = values[~np.isnan(values)]
     ordered = np.sort(values)
-    n = len(ordered)
-    empty: dict[str, Any] = {"n": 0, "mean": None, "min": None, "max": None}
-    if not n:
-        return (
-            empty
-            | {name: None for name in PERCENTILES}
-            | {f"{p}_interval": None for p in PERCENTILES}
-            | {"too_few": []}
-        )
+    there = len(ordered) > 0
     result: dict[str, Any] = {
-        "n": n,
-        "mean": float(ordered.mean()),
-        "min": float(ordered[0]),
-        "max": float(ordered[-1]),
+        "n": len(ordered),
+        "mean": float(ordered.mean()) if there else None,
+        "min": float(ordered[0]) if there else None,
+        "max": float(ordered[-1]) if there else None,
+        "too_few": [],
     }
-    too_few = []
     for name, q in PERCENTILES.items():
-        result[name] = _quantile(ordered, q)
-        interval = _order_interval(ordered, q) if groups is None else _grouped_interval(values, ordered, groups, q)
+        interval = order_statistic_interval(ordered, q) if groups is None else _woodruff(values, ordered, groups, q)
+        result[name] = quantile(ordered, q)
         result[f"{name}_interval"] = interval
-        if interval is None:
-            too_few.append(name)
-    return result | {"too_few": too_few}
+        if there and interval is None:
+            result["too_few"].append(name)
+    return result
 
 
-def _quantile(ordered: Floats, q: float) -> float:
-    return float(np.quantile(ordered, q))
+def _woodruff(values: Floats, ordered: Floats, groups: Ints, q: float) -> tuple[float, float] | None:
+    """95 % interval of a quantile of grouped values (Woodruff 1952): the gaps of one request are not independent.
 
-
-def _order_interval(ordered: Floats, q: float) -> list[float] | None:
-    n = len(ordered)
-    half = 1.96 * np.sqrt(n * q * (1 - q))
-    low, high = int(np.floor(n * q - half)), int(np.ceil(n * q + half))
-    return [float(ordered[low]), float(ordered[high])] if low >= 0 and high < n else None
-
-
-def _grouped_interval(values: Floats, ordered: Floats, offsets: Ints, q: float) -> list[float] | None:
-    """Woodruff: the share of values at or below the quantile, its standard error between groups, read back."""
-    n = len(ordered)
-    at = float(ordered[min(n - 1, int(np.ceil(n * q)) - 1 if q * n >= 1 else 0)])
-    below = np.concatenate(([0], np.cumsum(values <= at, dtype=np.int64)))
-    share = below[-1] / n
-    residuals = np.diff(below[offsets]) - share * np.diff(offsets)
-    num_groups = int((np.diff(offsets) > 0).sum())
-    if num_groups < 2:
+    The share of values at or below the quantile has a standard error, estimated from the groups' residuals; the values
+    at share +- 1.96 errors are the interval. None where that is outside the sample, or with fewer than two groups.
+    """
+    n, sizes = len(ordered), np.diff(groups)
+    num_groups = int((sizes > 0).sum())
+    if num_groups < 2 or n * min(q, 1 - q) < 1:
         return None
-    error = np.sqrt(num_groups / (num_groups - 1) * np.sum(residuals**2)) / n
-    low, high = int(np.floor(n * (q - 1.96 * error))), int(np.ceil(n * (q + 1.96 * error)))
-    return [float(ordered[low]), float(ordered[high])] if low >= 0 and high < n else None
+    below = np.zeros(n + 1, np.int64)
+    np.cumsum(values <= ordered[round(q * (n - 1))], out=below[1:])
+    residuals = np.diff(below[groups]) - below[-1] / n * sizes
+    error = 1.96 * np.sqrt(num_groups / (num_groups - 1) * np.sum(residuals**2)) / n
+    low, high = np.floor((q - error) * (n - 1)), np.ceil((q + error) * (n - 1))
+    return (float(ordered[int(low)]), float(ordered[int(high)])) if low >= 0 and high < n else None
 
 
 def with_failures(values: Floats, ok: NDArray[np.bool_]) -> dict[str, Any]:
     """{n, p50..p999} of the successes' values and one infinity a failure; a percentile that is infinite is null."""
-    finite = np.sort(values[ok & ~np.isnan(values)])
-    n = len(finite) + int((~ok).sum())
-    padded = np.concatenate((finite, np.full(n - len(finite), np.inf)))
-    result: dict[str, Any] = {"n": n}
-    for name, q in PERCENTILES.items():
-        value = float(np.quantile(padded, q, method="inverted_cdf")) if n else np.inf
-        result[name] = value if np.isfinite(value) else None
-    return result
+    finite, failures = values[ok & ~np.isnan(values)], int((~ok).sum())
+    percentiles = {name: quantile_with_infinities(finite, failures, q) for name, q in PERCENTILES.items()}
+    return {"n": len(finite) + failures, **percentiles}
 
 
 # ---------------------------------------------------------------- a run
@@ -334,6 +313,7 @@ def _rates(
         "requested_per_s": run.options.get("rate"),
         "offered_per_s": _pace_per_s(table.planned_ns) if open_loop else None,
         "achieved_per_s": _pace_per_s(table.sent_ns),
+        "arrivals": _arrivals(run, table) if open_loop else None,
         "in_flight_mean": _ratio(float(in_flight[table.end_ns != MISSING].sum()) / NS_PER_S, window_s),
         "in_flight_max": run.usage.max_in_flight,
     }
@@ -357,6 +337,19 @@ def _pace_per_s(stamps: Ints) -> float | None:
     if len(known) < 2 or known.max() == known.min():
         return None
     return float((len(known) - 1) * NS_PER_S / (known.max() - known.min()))
+
+
+def _arrivals(run: Run, table: Columns) -> dict[str, Any]:
+    """The gaps between sends, and how likely a Poisson stream of the asked rate is to look at least as odd."""
+    gaps_s = np.diff(np.sort(table.sent_ns[table.sent_ns != MISSING])) / NS_PER_S
+    rate, kind = run.options.get("rate"), run.options.get("arrival")
+    free = not run.options.get("trace") and not run.options.get("concurrency")  # nothing else shaped the sends
+    return {
+        "asked": "trace" if run.options.get("trace") else kind,
+        "gap_mean_s": float(gaps_s.mean()) if len(gaps_s) else None,
+        "gap_cv": cv(gaps_s),
+        "poisson_p_value": exponential_fit_p_value(gaps_s, 1 / rate) if rate and free and kind == "poisson" else None,
+    }
 
 
 def _one(record: RequestRecord) -> dict[str, Any]:
@@ -428,6 +421,12 @@ def _warnings(run: Run, summary: Mapping[str, Any]) -> list[dict[str, str]]:
         warn(
             f"the server gave no token counts: {metrics['output_tokens_estimated']} output tokens are counted events",
             "a server that sends usage (stream_options.include_usage)",
+        )
+    p_value = (metrics["arrivals"] or {}).get("poisson_p_value")
+    if p_value is not None and p_value < 0.001:
+        warn(
+            f"the sends do not look like the Poisson arrivals that were asked for (p = {p_value:.1g})",
+            "see lag: a client that sends late bunches its requests; one run in a thousand looks so by chance",
         )
     asked, counted = metrics["output_tokens_asked"], metrics["output_tokens"]
     if asked and counted is not None and counted < 0.99 * asked:
