@@ -111,6 +111,10 @@ class Deframer:
         self._line = b""  # an unfinished size or trailer line
         self._state = "size"  # size, data, end (the CRLF behind a chunk), trailer
 
+    @property
+    def between_chunks(self) -> bool:
+        return self._state == "size" and not self._line
+
     def feed(self, piece: bytes) -> bytes:
         """Body bytes in this piece. Raises NotHttp, or TooLarge beyond MAX_BODY_BYTES."""
         if self.over:

@@ -33,6 +33,8 @@ from heapq import heappop, heappush
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from loadgen.clock import NS_PER_MS, NS_PER_S, now_ns
 from loadgen.http1 import MAX_BODY_BYTES, Deframer, DoneScanner, Framing, Head, NotHttp, TooLarge, parse_head
 from loadgen.record import Failure, FailureKind
@@ -46,6 +48,7 @@ _TIMESPEC = struct.Struct("qq")
 _READ_BYTES = 65536
 _CONTROL_BYTES = 64
 _DRAIN_S = 0.002
+_OVERDUE_NS = 4 * NS_PER_MS
 _MANY_STREAMS = 16  # from here on drain by the timer
 _PACE_NS = 50 * NS_PER_MS  # over this long the time between two reads of a stream is estimated
 _FAST_NS = 6 * NS_PER_MS  # streams faster than this are not left to the timer
@@ -361,6 +364,10 @@ class Wire:
         total_s = self._timeouts.total_s
         self._active += 1
         exchange.sent_ns = now_ns()
+        if exchange.sent_ns - self._drained_ns > _OVERDUE_NS and self._active >= _MANY_STREAMS:
+            # many requests start in one turn of the event loop: the streams under way must not wait for all of them
+            self._read_ready()
+            exchange.sent_ns = now_ns()
         if total_s is not None:
             connection.deadline_ns = exchange.sent_ns + round(total_s * NS_PER_S)
         try:
@@ -402,6 +409,7 @@ class Wire:
         ended cleanly."""
         exchange, future, deframer = connection.exchange, connection.future, connection.deframer
         assert exchange is not None and future is not None
+        self._watch_for_stalls(connection)
         self._settle(connection, exchange, connection.done_ns or end_ns or now_ns())
         connection.answers += 1
         head = exchange.head
@@ -439,7 +447,12 @@ class Wire:
     # ------------------------------------------------------------------ reading
 
     def _drain(self) -> None:
-        """Read every ready stream once. The hot path: about 5 us an event, most of it in the kernel."""
+        """The event loop's call: read, and choose when to read next."""
+        num_reads = self._read_ready()
+        self._schedule(self._pace.by_timer(self._drained_ns, num_reads, self._active))
+
+    def _read_ready(self) -> int:
+        """Read every ready stream once; gives how many. The hot path: some 5 us an event, most of it in the kernel."""
         begin_ns = now_ns()
         offset_ns = self._offset_ns
         fresh_ns = _realtime_offset_ns()
@@ -488,7 +501,7 @@ class Wire:
                 self._look_for_end(connection)
         self._reads += len(ready)
         self._drained_ns = begin_ns
-        self._schedule(self._pace.by_timer(begin_ns, len(ready), self._active))
+        return len(ready)
 
     def _schedule(self, by_timer: bool) -> None:
         loop = self._attach()
@@ -540,18 +553,19 @@ class Wire:
             self._look_for_end(connection, stamp_ns)
 
     def _look_for_end(self, connection: _Connection, stamp_ns: int | None = None) -> None:
-        """Confirm a possible end with a real parser, over the pieces that it has not seen."""
+        """Confirm a possible end with a real parser: over the last piece alone where that is whole chunks (nearly
+        always), else over all pieces that the parser has not seen."""
         exchange = connection.exchange
         if exchange is None or exchange.head is None:
             self._drop(connection)
             return
         head = exchange.head
-        deframer = connection.deframer
-        if deframer is None:
-            deframer = connection.deframer = Deframer(head.framing, head.length)
-            if "event-stream" in head.headers.get("content-type", "") and "content-encoding" not in head.headers:
-                connection.scanner = DoneScanner()
-        scanner = connection.scanner
+        if connection.deframer is None:
+            if head.framing is Framing.CHUNKED and self._ends_with_whole_chunks(connection):
+                return
+            connection.deframer = Deframer(head.framing, head.length)
+            connection.scanner = DoneScanner() if _is_event_stream(head) else None
+        deframer, scanner = connection.deframer, connection.scanner
         pieces, stamps = connection.pieces, connection.stamps
         try:
             while connection.scanned < len(pieces) and not deframer.over:
@@ -560,17 +574,40 @@ class Wire:
                 body = deframer.feed(pieces[index])
                 if scanner is not None and body and scanner.feed(body):
                     connection.scanner = scanner = None
-                    if not deframer.over:
-                        # the rest of the message should be here at once; end_ns does not wait for it
-                        connection.done_ns = stamps[index]
-                        connection.linger = self._attach().call_later(_LINGER_S, self._finish, connection)
+                    self._on_done(connection, stamps[index], deframer.over)
         except (NotHttp, TooLarge) as error:
             kind = FailureKind.TOO_LARGE if isinstance(error, TooLarge) else FailureKind.PROTOCOL
             self._fail(connection, kind, str(error), stamps[-1])
             return
         if deframer.over:
-            self._watch_for_stalls(connection)
             self._finish(connection, stamps[connection.scanned - 1] if stamps else stamp_ns)
+
+    def _ends_with_whole_chunks(self, connection: _Connection) -> bool:
+        """Settle the common end, a last piece of whole chunks behind pieces that end a chunk; False: not this case."""
+        pieces = connection.pieces
+        if len(pieces) < 2 or not pieces[-2].endswith(b"\r\n"):
+            return False
+        deframer = Deframer(Framing.CHUNKED)
+        try:
+            body = deframer.feed(pieces[-1])
+        except (NotHttp, TooLarge):
+            return False
+        done = connection.exchange is not None and _is_event_stream(connection.exchange.head)
+        done = done and DoneScanner().feed(body)
+        if not deframer.over and not (done and deframer.between_chunks):
+            return False
+        connection.deframer, connection.scanned = deframer, len(pieces)
+        if done:
+            self._on_done(connection, connection.stamps[-1], deframer.over)
+        if deframer.over:
+            self._finish(connection, connection.stamps[-1])
+        return True
+
+    def _on_done(self, connection: _Connection, stamp_ns: int, over: bool) -> None:
+        """The answer is over; the rest of its message should be here at once, and its end does not wait for it."""
+        connection.done_ns = stamp_ns
+        if not over:
+            connection.linger = self._attach().call_later(_LINGER_S, self._finish, connection)
 
     def _on_eof(self, connection: _Connection) -> None:
         exchange = connection.exchange
@@ -612,11 +649,14 @@ class Wire:
         if not connection.nodelay_server or self._quick_acks or len(connection.pieces) < 3 * _STALLS:
             return
         stamps, pieces = connection.stamps, connection.pieces
+        if stamps[-1] - stamps[0] < _STALLS * _STALL_NS[0]:
+            return
+        gaps = np.diff(np.asarray(stamps))
+        late = np.flatnonzero((gaps >= _STALL_NS[0]) & (gaps <= _STALL_NS[1])) + 1
+        if len(late) < _STALLS:
+            return
         usual = sorted(map(len, pieces))[len(pieces) // 2]
-        stalls = 0
-        for index in range(1, len(stamps)):
-            if _STALL_NS[0] <= stamps[index] - stamps[index - 1] <= _STALL_NS[1] and len(pieces[index]) > 1.5 * usual:
-                stalls += 1
+        stalls = sum(len(pieces[index]) > 1.5 * usual for index in late)
         if stalls >= _STALLS:
             self._quick_acks = True
             for other in self._connections.values():
@@ -646,6 +686,14 @@ class Wire:
                 self._look_for_end(connection)  # an end mark that was cut in two by the network
         assert self._loop is not None
         self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
+
+
+def _is_event_stream(head: Head | None) -> bool:
+    return (
+        head is not None
+        and "event-stream" in head.headers.get("content-type", "")
+        and ("content-encoding" not in head.headers)
+    )
 
 
 def _sets_nodelay(server: str) -> bool:
