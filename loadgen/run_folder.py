@@ -20,6 +20,7 @@ import os
 import platform
 import shutil
 import subprocess
+import zipfile
 from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -317,7 +318,7 @@ def load(path: str | Path) -> Run:
         scrapes: tuple[dict[str, Any], ...] = ()
         if (metrics := path / "server_metrics.jsonl").exists():
             scrapes = tuple(orjson.loads(line) for line in metrics.read_bytes().splitlines())
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
     counts = document["counts"]
     names = {field.name for field in fields(ClientUsage)}
