@@ -308,7 +308,7 @@ def load(path: str | Path) -> Run:
     document = load_document(path)
     start_ns = document["start_monotonic_ns"]
     try:
-        with np.load(path / "events.npz", allow_pickle=False) as arrays:
+        with open(path / "events.npz", "rb") as file, np.load(file, allow_pickle=False) as arrays:
             stamps, offsets = arrays["stamps_ns"] + start_ns, arrays["offsets"]
             lags = arrays["loop_lag_ns"].tolist() if "loop_lag_ns" in arrays else []
         lines = [orjson.loads(line) for line in (path / "requests.jsonl").read_bytes().splitlines()]
