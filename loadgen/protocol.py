@@ -97,6 +97,7 @@ class _Answer:
     stamps: array[int] = field(default_factory=lambda: array("q"))
     last_read: int = -1  # the read that completed the last token-bearing event
     shared: int = 0  # token-bearing events that came in the same read as the one before
+    first_event_ns: int | None = None  # with choices, token-bearing or not
     first_answer_ns: int | None = None
     finish_reason: str | None = None
     done: bool = False
@@ -170,7 +171,10 @@ def _take_event(answer: _Answer, kind: bytes, data: bytes, stamp_ns: int, read: 
     if isinstance(payload.get("usage"), dict):
         answer.usage = payload["usage"]
     bearing: list[tuple[int, str]] = []
-    for choice in _choices(payload):
+    choices = _choices(payload)
+    if choices and answer.first_event_ns is None:
+        answer.first_event_ns = stamp_ns
+    for choice in choices:
         bearing += _tokens_of(choice)
         if isinstance(choice.get("finish_reason"), str):
             answer.finish_reason = choice["finish_reason"]
@@ -417,6 +421,7 @@ def read_exchange(request: Request, exchange: Exchange, planned_ns: int, *, keep
         sent_ns=exchange.sent_ns,
         first_byte_ns=exchange.first_byte_ns,
         first_token_ns=answer.stamps[0] if num_events else None,
+        first_event_ns=answer.first_event_ns,
         first_answer_ns=answer.first_answer_ns,
         last_token_ns=answer.stamps[-1] if num_events else None,
         end_ns=exchange.end_ns,

@@ -127,6 +127,7 @@ class RequestRecord:
     asked_output_tokens: int | None
     cached_tokens: int | None = None  # usage.prompt_tokens_details.cached_tokens
     reasoning_tokens: int | None = None
+    first_event_ns: int | None = None  # first event with choices, a role-only one too: where some tools stop for TTFT
     tool_calls: str | None = None  # JSON text of the assembled tool calls; None unless text is kept
     tags: Mapping[str, str] = field(default_factory=dict)
 

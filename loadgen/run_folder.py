@@ -39,6 +39,7 @@ _STAMPS = (
     "planned_ns",
     "sent_ns",
     "first_byte_ns",
+    "first_event_ns",
     "first_token_ns",
     "first_answer_ns",
     "last_token_ns",

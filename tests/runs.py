@@ -37,6 +37,7 @@ def record(
         "sent_ns": ns(start_ms if sent_ms is None else sent_ms),
         "first_byte_ns": ns(token_ms[0]) if token_ms else None,
         "first_token_ns": ns(token_ms[0]) if token_ms else None,
+        "first_event_ns": ns(token_ms[0]) if token_ms else None,
         "first_answer_ns": ns(token_ms[0]) if token_ms else None,
         "last_token_ns": None if last is None else ns(last),
         "end_ns": ns(end),
