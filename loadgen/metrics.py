@@ -406,7 +406,7 @@ def _warnings(run: Run, summary: Mapping[str, Any]) -> list[dict[str, str]]:
     if too_few:
         name, percentiles = max(too_few.items(), key=lambda item: len(item[1]))
         warn(
-            f"{metrics[name]['n']} requests are too few to know {', '.join(percentiles)}: "
+            f"{metrics[name]['n']} requests are too few to know {', '.join(p.replace('999', '99.9') for p in percentiles)}: "
             "these are near the largest value seen",
             "more --requests, or a longer --duration",
         )
