@@ -405,9 +405,9 @@ def _warnings(run: Run, summary: Mapping[str, Any]) -> list[dict[str, str]]:
     too_few = {name: metrics[name]["too_few"] for name in ("ttft_ms", "e2e_ms") if metrics[name]["too_few"]}
     if too_few:
         name, percentiles = max(too_few.items(), key=lambda item: len(item[1]))
+        unknown = ", ".join(percentiles).replace("p999", "p99.9")
         warn(
-            f"{metrics[name]['n']} requests are too few to know {', '.join(p.replace('999', '99.9') for p in percentiles)}: "
-            "these are near the largest value seen",
+            f"{metrics[name]['n']} requests are too few to know {unknown}: these are near the largest value seen",
             "more --requests, or a longer --duration",
         )
     if not any(record.phase is not Phase.MEASURED for record in run.records) and run.records:

@@ -252,11 +252,10 @@ def _before(document: Document) -> list[str]:
     if cold is not None:
         what = f"ttft {number(cold['ttft_ms'])} ms, e2e {number(cold['e2e_ms'])} ms" if cold["ok"] else cold["failure"]
         lines.append(f"cold        the first request, alone: {what} (in no statistic)")
-    if warmup["requests"]:
+    if (n := warmup["requests"]) > 0:
         failed = f", {warmup['failed']} failed" if warmup["failed"] else ""
-        lines.append(
-            f"warm-up     {warmup['requests']} request{'s' * (warmup['requests'] != 1)} in {number(warmup['took_s'])} s{failed} (in no statistic)"
-        )
+        what = "1 request" if n == 1 else f"{n} requests"
+        lines.append(f"warm-up     {what} in {number(warmup['took_s'])} s{failed} (in no statistic)")
     return lines
 
 
