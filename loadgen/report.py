@@ -55,8 +55,10 @@ def number(value: float | None) -> str:
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    """value / base as 2.51x; - where there is none."""
-    return f"{value / base:.2f}x" if value is not None and base else "-"
+    """value / base as 2.51x, two digits below 0.1; - where there is none."""
+    if value is None or not base:
+        return "-"
+    return f"{value / base:.2f}x" if abs(value / base) >= 0.1 or not value else f"{value / base:.2g}x"
 
 
 def columns_of(rows: Iterable[Sequence[str]], gap: str = "  ") -> list[str]:
