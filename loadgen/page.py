@@ -61,11 +61,13 @@ def write_page(
     *,
     names: Sequence[str] | None = None,
     comparison: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
     title: str | None = None,
 ) -> None:
     """Write the page of these run folders to `path`, whole or not at all. The first run is the baseline.
 
     comparison: what compare.json holds; its ratios with intervals and verdicts come first.
+    texts: heading to plain text, shown as it is before the figures (what explain prints, for example).
     Raises UsageError when a folder is no run folder or the page cannot be written.
     """
     names = list(names) if names is not None else [Path(folder).name for folder in folders]
@@ -76,20 +78,27 @@ def write_page(
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        run_folder.write_synced(partial, make_page(arms, comparison, title).encode())
+        run_folder.write_synced(partial, make_page(arms, comparison=comparison, texts=texts, title=title).encode())
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UsageError(f"the page could not be written to {path}: {error.strerror or error}") from error
 
 
-def make_page(arms: Sequence[Arm], comparison: Mapping[str, Any] | None = None, title: str | None = None) -> str:
+def make_page(
+    arms: Sequence[Arm],
+    *,
+    comparison: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    title: str | None = None,
+) -> str:
     """The page as text. Every string of a server or a user is escaped."""
     if title is None:
         title = f"loadgen: {', '.join(arm.name for arm in arms)}"
     body = [f"<h1>{escape(title)}</h1>", _verdicts(arms), _identities(arms)]
     if comparison is not None:
         body.append(_section("Comparison", _comparison(comparison)))
+    body += [_section(heading, f"<pre>{escape(text)}</pre>") for heading, text in (texts or {}).items()]
     body.append(_section("Figures", _figures(arms)))
     body.append(_section("Latency distributions", _legend(arms), _distributions(arms)))
     if len(arms) > 1:
