@@ -28,9 +28,9 @@ from loadgen.record import REMEDY, FailureKind
 Document = Mapping[str, Any]
 
 DEFINITIONS = (
-    "start = {start}; ttft = first token of any channel - start; gap = between token events, pooled;\n"
-    "tpot = (last token - first token) / (output tokens - 1); e2e = last token - start; lag = sent - start;\n"
-    "throughput = tokens of successful requests / (last end - first start). Latencies are of successful requests."
+    "start = {start}; ttft = first token of any channel - start; e2e = last token - start;\n"
+    "tpot = (last token - first token) / (output tokens - 1); gap = between token events, pooled; lag = sent - start;\n"
+    "throughput = tokens of successful requests / (last end - first start); latencies are of successful requests"
 )
 _SHOWN = ("ttft_ms", "first_answer_ms", "tpot_ms", "gap_ms", "e2e_ms", "lag_ms")  # *_sent and the rest: --json
 _RATES = {
@@ -107,10 +107,16 @@ def text_report(documents: Document | Sequence[Document], names: Sequence[str] =
 
 
 def _one_run(document: Document) -> str:
-    lines = [*_verdict(document), *_identity(document), ""]
-    lines += [*_counts(document), *_rates(document), "", *_latencies(document["metrics"], document["counts"])]
-    lines += ["", *_before(document), *_failures(document["counts"]), *_warnings(document), "", *_definitions(document)]
-    return "\n".join(lines)
+    blocks = (
+        [*_verdict(document), *_identity(document)],
+        [*_counts(document), *_rates(document)],
+        _latencies(document["metrics"], document["counts"]),
+        _before(document),
+        _failures(document["counts"]),
+        _findings("warning", document["validity"]["warnings"]),
+        _definitions(document),
+    )
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _verdict(document: Document) -> list[str]:
@@ -264,7 +270,7 @@ def _before(document: Document) -> list[str]:
 def _failures(counts: Mapping[str, Any]) -> list[str]:
     if not counts["failed"]:
         return []
-    lines = ["", "failures"]
+    lines = ["failures"]
     reasons = counts["failure_reasons"]
     for kind, n in sorted(counts["failures"].items(), key=lambda item: -item[1]):
         lines.append(f"{n:6d}  {kind}: {REMEDY[FailureKind(kind)]}")
@@ -275,13 +281,8 @@ def _failures(counts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _warnings(document: Document) -> list[str]:
-    found = _findings("warning", document["validity"]["warnings"])
-    return ["", *found] if found else []
-
-
 def _definitions(document: Document) -> list[str]:
-    start = "the planned time" if is_open_loop(document) else "the moment a slot asked for the request"
+    start = "the planned time" if is_open_loop(document) else "when a slot asked for the request"
     return DEFINITIONS.format(start=start).split("\n")
 
 
@@ -321,9 +322,10 @@ def _several_runs(documents: Sequence[Document], names: Sequence[str]) -> str:
     different = _different_work(documents, names)
     lines += [f"different work: {text}" for text in different]
     for name, document in zip(names, documents, strict=True):
-        notes = [*_verdict(document), *_failures(document["counts"]), *_warnings(document)]
+        notes = [*_verdict(document), *_failures(document["counts"])]
+        notes += _findings("warning", document["validity"]["warnings"])
         if notes:
-            lines += ["", f"{name}:", *(note for note in notes if note)]
+            lines += ["", f"{name}:", *notes]
     return "\n".join([*lines, "", *_definitions(documents[0])])
 
 
