@@ -262,7 +262,7 @@ def _tokens(records: Sequence[RequestRecord], table: Columns) -> dict[str, Any]:
         "input_tokens": _total(r.prompt_tokens for r in good),
         "input_tokens_asked": _total(r.asked_input_tokens for r in good),
         "input_tokens_cached": _total(r.cached_tokens for r in good),
-        "output_tokens": _total(r.output_tokens for r in good),
+        "output_tokens": sum(r.output_tokens or 0 for r in good),
         "output_tokens_asked": _total(r.asked_output_tokens for r in good),
         "output_tokens_estimated": sum(r.output_tokens or 0 for r in good if r.tokens_from == "events"),
         "reasoning_tokens": _total(r.reasoning_tokens for r in good),
@@ -276,9 +276,10 @@ def _tokens(records: Sequence[RequestRecord], table: Columns) -> dict[str, Any]:
 
 
 def _total(values: Iterable[int | None]) -> int | None:
-    """The sum of what is known; None when nothing is."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    """The sum of what is known; None when there is something and nothing of it is known."""
+    everything = list(values)
+    known = [value for value in everything if value is not None]
+    return sum(known) if known or not everything else None
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
@@ -294,7 +295,7 @@ def _rates(
     slo: Slo,
 ) -> dict[str, Any]:
     num_ok = int(table.ok.sum())
-    output = tokens["output_tokens"] or 0
+    output = tokens["output_tokens"]
     prompt = tokens["input_tokens"] if tokens["input_tokens"] is not None else tokens["input_tokens_asked"]
     met = int((table.ok & meets(latencies, slo)).sum()) if slo else None
     open_loop = run.options.get("rate") is not None or (
@@ -429,7 +430,7 @@ def _warnings(run: Run, summary: Mapping[str, Any]) -> list[dict[str, str]]:
             "see lag: a client that sends late bunches its requests; one run in a thousand looks so by chance",
         )
     asked, counted = metrics["output_tokens_asked"], metrics["output_tokens"]
-    if asked and counted is not None and counted < 0.99 * asked:
+    if asked and counted < 0.99 * asked:
         warn(
             f"{counted} output tokens came where {asked} were asked for: answers ended early",
             "without --stop-at-eos the server is asked to ignore EOS; a short answer is less work",
