@@ -1,16 +1,8 @@
-"""What is sent, what happened, and the run folder that keeps both.
+"""What is sent, and what happened. run_folder.py writes and reads the files that keep both.
 
 Request is the plan of one request; RequestRecord is what became of it, built once at its end. None stands for
 what did not happen, never 0. All times are integer ns of one monotonic clock; in a Run they are absolute, in the
 files they count from the run's start (`start_monotonic_ns` in run.json).
-
-Files of a run folder (format "loadgen.run/1"), written atomically by RunFolder:
-
-    requests.jsonl   one line a request, in order of plan
-    events.npz       stamps_ns int64[total events], offsets int64[n + 1]
-    run.json         options, host, server, counts, metrics, validity: strict JSON
-
-Versions: loadgen.run/1 is the first.
 """
 
 from __future__ import annotations
