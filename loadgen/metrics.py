@@ -32,7 +32,14 @@ from numpy.typing import NDArray
 from loadgen.clock import NS_PER_S
 from loadgen.options import Slo
 from loadgen.record import Phase, RequestRecord, Run
-from loadgen.stats import cv, exponential_fit_p_value, order_statistic_interval, quantile, quantile_with_infinities
+from loadgen.stats import (
+    cv,
+    exponential_fit_p_value,
+    order_statistic_interval,
+    quantile,
+    quantile_with_infinities,
+    student_t_quantile,
+)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -165,7 +172,8 @@ def _woodruff(values: Floats, ordered: Floats, groups: Ints, q: float) -> tuple[
     below = np.zeros(n + 1, np.int64)
     np.cumsum(values <= ordered[round(q * (n - 1))], out=below[1:])
     residuals = np.diff(below[groups]) - below[-1] / n * sizes
-    error = 1.96 * np.sqrt(num_groups / (num_groups - 1) * np.sum(residuals**2)) / n
+    reach = student_t_quantile(0.975, num_groups - 1) if num_groups <= 100 else 1.96
+    error = reach * np.sqrt(num_groups / (num_groups - 1) * np.sum(residuals**2)) / n
     low, high = np.floor((q - error) * (n - 1)), np.ceil((q + error) * (n - 1))
     return (float(ordered[int(low)]), float(ordered[int(high)])) if low >= 0 and high < n else None
 

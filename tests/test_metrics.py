@@ -226,18 +226,17 @@ def test_too_few_samples_for_a_percentile() -> None:
 
 
 def test_intervals_of_gaps_know_that_gaps_of_a_request_hang_together() -> None:
-    # 40 requests of 200 gaps; the gaps of one request are all alike, so there are 40 observations, not 8000
-    levels = np.random.default_rng(1).exponential(10, 40)
-    gaps, offsets = np.repeat(levels, 200), np.arange(41) * 200
-    grouped, pooled = distribution(gaps, offsets)["p50_interval"], distribution(gaps)["p50_interval"]
-    assert grouped[1] - grouped[0] > 3 * (pooled[1] - pooled[0])
-    # the binomial interval of 40 independent levels is the truth to compare with
-    honest = distribution(levels)["p50_interval"]
-    assert grouped[1] - grouped[0] == pytest.approx(honest[1] - honest[0], rel=0.5)
-    # independent gaps: grouping changes little
-    gaps = np.random.default_rng(2).exponential(10, 8000)
-    grouped, pooled = distribution(gaps, offsets)["p50_interval"], distribution(gaps)["p50_interval"]
-    assert grouped[1] - grouped[0] == pytest.approx(pooled[1] - pooled[0], rel=0.4)
+    """40 requests of 50 gaps, some requests slower than others: an interval that takes the 2000 gaps as independent
+    misses the true median (of lognormal x exponential, from 4 million draws: 6.71 ms) in almost half of all runs."""
+    generator = np.random.default_rng(7)
+    grouped = pooled = 0
+    for _ in range(200):
+        gaps = np.repeat(generator.lognormal(0, 0.5, 40), 50) * generator.exponential(10, 2000)
+        low, high = distribution(gaps, np.arange(41) * 50)["p50_interval"]
+        grouped += low <= 6.71 <= high
+        low, high = distribution(gaps)["p50_interval"]
+        pooled += low <= 6.71 <= high
+    assert grouped >= 180 and pooled <= 140
 
 
 def test_all_latencies_have_every_key() -> None:

@@ -157,6 +157,20 @@ def test_figures_name_their_baseline() -> None:
     assert row.count("too few") == 3  # 24, 60 and 64 requests do not know their p99
 
 
+def test_a_sweep_is_a_line_and_other_servers_are_points() -> None:
+    """Three loads of one server: one line through three points. The same load twice, or another server: points."""
+
+    def at(slots: int, port: int = 8002) -> Run:
+        return continuous(32, slots, slots, port)
+
+    for runs, lines in (([at(2), at(4), at(8)], 1), ([at(4), at(4)], 0), ([at(2), at(4, 9000)], 0)):
+        page = make_page([arm(run, f"r{i}", i) for i, run in enumerate(runs)])
+        section = page.split("<h2>Throughput against latency</h2>")[1].split("</section>")[0]
+        first = svgs(section)[0]
+        assert len(list(first.iter("circle"))) == len(runs)
+        assert len([p for p in first.iter("path") if "line" in p.get("class", "")]) == lines
+
+
 def test_comparison_table() -> None:
     def entry(**changes: Any) -> dict[str, Any]:
         empty = dict.fromkeys(("ratio", "low", "high", "verdict", "detectable", "rounds_needed"))
