@@ -189,7 +189,7 @@ def with_failures(values: Floats, ok: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def summarize(run: Run, slo: Slo = NO_SLO) -> dict[str, Any]:
-    """The numbers of a run: {"counts", "metrics", "cold", "warmup", "warnings"}, ready for run.json.
+    """The numbers of a run: {"counts", "metrics", "cold", "warmup", "server_counters", "warnings"}, ready for run.json.
 
     metrics: LATENCIES as of `distribution` (ms), `<latency>_failures_as_infinity` as of `with_failures`, rates
     (1/s), token counts. warnings: [{what, remedy}]. Cost: about 4 s for 100,000 requests of 256 events.
@@ -213,6 +213,7 @@ def summarize(run: Run, slo: Slo = NO_SLO) -> dict[str, Any]:
         "metrics": metrics,
         "cold": _cold(run),
         "warmup": _warmup(run),
+        "server_counters": server_counters(run),
     }
     return summary | {"warnings": _warnings(run, summary)}
 
@@ -401,6 +402,22 @@ def _brief(values: Floats) -> dict[str, Any]:
     return {"n": len(known), "p50": float(np.median(known)), "max": float(known.max())}
 
 
+def server_counters(run: Run) -> dict[str, float]:
+    """How much each counter of the server's /metrics grew, from the last read before the measured phase to the last.
+
+    Counters are the names that end in _total, _sum, _count. One that shrank was restarted in between: left out.
+    """
+    before: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for line in run.scrapes:
+        for name, value in line.items():
+            if name.endswith(("_total", "_sum", "_count")):
+                if line["t_ns"] <= run.start_ns or name not in before:
+                    before[name] = value
+                last[name] = value
+    return {name: value - before[name] for name, value in last.items() if value >= before[name]}
+
+
 # ---------------------------------------------------------------- doubt, as data
 
 
@@ -449,9 +466,29 @@ def _warnings(run: Run, summary: Mapping[str, Any]) -> list[dict[str, str]]:
             f"the server counted {counted} input tokens where {asked} were asked for; rates use the server's count",
             "token ids on /v1/completions give exact lengths",
         )
+    cached = _cached_share(run, summary)
+    if cached is not None and cached > (0.5 if run.options.get("endpoint") == "chat" else 0.05):
+        warn(
+            f"{cached:.0%} of the prompt tokens came from the server's prefix cache; no shared prefix was asked for",
+            "this server has seen these prompts: another --seed, or a restarted server",
+        )
     if metrics["tokens_per_event"] is not None and metrics["tokens_per_event"] > 1.05:
         warn(
             f"{metrics['tokens_per_event']:.2f} tokens per event: gap is between events, not tokens",
             "compare tpot, which counts tokens",
         )
     return found
+
+
+def _cached_share(run: Run, summary: Mapping[str, Any]) -> float | None:
+    """Share of prompt tokens that were not computed anew, by usage or by the server's counters; None when that was
+    wanted (a shared prefix, a trace) or is unknown. Half is usual in chat: the template is the same in all prompts."""
+    if run.options.get("shared_prefix_tokens") or run.options.get("trace"):
+        return None
+    metrics, counters = summary["metrics"], summary["server_counters"]
+    if metrics["input_tokens_cached"] is not None:
+        return _ratio(metrics["input_tokens_cached"], metrics["input_tokens"])
+    for name, hits in counters.items():
+        if name.endswith(":prefix_cache_hits_total"):
+            return _ratio(hits, counters.get(name.replace("_hits_", "_queries_")))
+    return None

@@ -168,6 +168,7 @@ def make_document(run: Run, summary: Mapping[str, Any], validity: Mapping[str, A
         "validity": validity,
         "cold": summary["cold"],
         "warmup": summary["warmup"],
+        "server_counters": summary["server_counters"],
     }
     plain = orjson.loads(orjson.dumps(document, default=_plain, option=orjson.OPT_NON_STR_KEYS))
     plain["options"]["headers"] = {name: "***" for name in plain["options"].get("headers") or {}}

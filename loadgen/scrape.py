@@ -21,7 +21,7 @@ import http.client
 import ssl
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,20 +117,6 @@ def parse(text: bytes) -> dict[str, float]:
         for name, found in values.items()
         if not name.startswith(("python_", "process_max", "process_virtual"))
     }
-
-
-def deltas(
-    lines: Sequence[Mapping[str, Any]], suffixes: Sequence[str] = ("_total", "_sum", "_count")
-) -> dict[str, float]:
-    """How much each counter grew from the first line that has it to the last; a counter that shrank was restarted."""
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    for line in lines:
-        for name, value in line.items():
-            if name != "t_ns" and name.endswith(tuple(suffixes)):
-                first.setdefault(name, value)
-                last[name] = value
-    return {name: value - first[name] for name, value in last.items() if value >= first[name]}
 
 
 class _Gpus:

@@ -263,6 +263,37 @@ def test_a_hundred_thousand_requests() -> None:
     assert time.perf_counter() - begin < 40
 
 
+def test_server_counters_grow_from_the_last_read_before_the_start() -> None:
+    scrapes = (
+        {"t_ns": ns(-2000), "a_total": 5.0, "b_total": 9.0, "g": 1.0},
+        {"t_ns": ns(-500), "a_total": 8.0, "b_total": 9.0, "g": 2.0},
+        {"t_ns": ns(500), "a_total": 9.0, "b_total": 1.0, "c_count": 3.0, "g": 3.0},
+        {"t_ns": ns(900), "a_total": 18.0, "b_total": 2.0, "c_count": 7.0, "g": 4.0},
+    )
+    run = make_run([record(1, 0, [10])], scrapes=scrapes)
+    # a: 18 - 8; b was restarted; c appeared in the run: 7 - 3; g is no counter
+    assert summarize(run)["server_counters"] == {"a_total": 10.0, "c_count": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "hits", "warned"),
+    [
+        ({}, {}, 60.0, True),  # 60 of 100 prompt tokens by the server's counters
+        ({}, {}, 1.0, False),
+        ({"endpoint": "chat"}, {}, 40.0, False),  # the chat template
+        ({"shared_prefix_tokens": 64}, {}, 60.0, False),  # asked for
+        ({"trace": "t.jsonl"}, {}, 60.0, False),
+        ({}, {"cached_tokens": 3}, 0.0, True),  # usage says 3 of 4
+        ({}, {"cached_tokens": 0}, 60.0, False),  # usage knows better than counters that others raise, too
+    ],
+)
+def test_a_warm_prefix_cache_is_told(options: Any, changes: Any, hits: float, warned: bool) -> None:
+    names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+    scrapes = tuple({"t_ns": ns(t), names[0]: hits * k, names[1]: 100.0 * k} for k, t in ((0, -1), (1, 900)))
+    summary = summarize(make_run([record(1, 0, [10], **changes)], scrapes=scrapes, options=options))
+    assert any("prefix cache" in w["what"] for w in summary["warnings"]) == warned
+
+
 def test_failure_kinds_have_their_own_counts() -> None:
     kinds = [FailureKind.REFUSED, FailureKind.SILENCE, FailureKind.SILENCE]
     counts = summarize(make_run([failed(i, 0, 1, kind, "") for i, kind in enumerate(kinds)]))["counts"]

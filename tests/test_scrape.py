@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loadgen.clock import now_ns
-from loadgen.scrape import Scraper, deltas, parse
+from loadgen.scrape import Scraper, parse
 
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -85,7 +85,6 @@ def test_lines_are_on_the_clients_clock_and_end_with_the_final_counters() -> Non
         "vllm:time_to_first_token_seconds_sum": 0.5,
     }
     assert lines[-1]["vllm:prefix_cache_hits_total"] == 10.0 * len(seen)  # stop() reads once more
-    assert deltas(lines)["vllm:prefix_cache_hits_total"] == 10.0 * (len(seen) - 1)
 
 
 @pytest.mark.parametrize("status", [404, 401, 500])
@@ -106,11 +105,3 @@ def test_text_that_is_no_metrics() -> None:
     assert parse(b"") == {}
     assert parse(b"a_total 1\nb_total NaN\nc +Inf\n") == {"a_total": 1.0}
     assert parse(b"\xff\xfe\x00") == {}
-
-
-def test_deltas_ignore_gauges_and_restarts() -> None:
-    lines = [
-        {"t_ns": 0, "a_total": 5.0, "b_total": 9.0, "g": 1.0},
-        {"t_ns": 1, "a_total": 8.0, "b_total": 2.0, "g": 4.0},
-    ]
-    assert deltas(lines) == {"a_total": 3.0}  # b was restarted between the reads
