@@ -16,7 +16,8 @@ import pytest
 from loadgen import run_folder
 from loadgen.metrics import summarize
 from loadgen.options import UsageError
-from loadgen.page import Arm, make_page, percentile_curve, write_page
+from loadgen.page import make_page, write_page
+from loadgen.pictures import Arm, percentile_curve
 from loadgen.record import FailureKind, Run
 from tests.arms import batched, continuous
 from tests.runs import failed, make_run, ns, record
