@@ -265,12 +265,11 @@ def _in_flight(arm: Arm, table: Columns) -> Series:
     sent, ends = table.sent_ns[there], table.end_ns[there]
     times = np.concatenate((sent, ends))
     change = np.concatenate((np.ones(len(sent)), -np.ones(len(ends))))
-    order = np.lexsort((change, times))  # at the same time ends come first: a slot sends when its answer is over
-    level = np.cumsum(change[order])
-    keep = (
-        np.unique(np.linspace(0, len(times) - 1, 8 * _BINS).astype(np.int64)) if len(times) else np.empty(0, np.int64)
-    )
-    return Series(arm.name, (times[order][keep] - arm.run.start_ns) / 1e9, level[keep], arm.colour, "steps")
+    order = np.argsort(times, kind="stable")
+    times, level = times[order], np.cumsum(change[order])
+    settled = np.flatnonzero(np.append(np.diff(times) > 0, True)) if len(times) else np.empty(0, np.int64)
+    keep = settled[np.unique(np.linspace(0, len(settled) - 1, 8 * _BINS).astype(np.int64))] if len(times) else settled
+    return Series(arm.name, (times[keep] - arm.run.start_ns) / 1e9, level[keep], arm.colour, "steps")
 
 
 def _scraped(arm: Arm) -> Iterable[tuple[str, Series]]:
