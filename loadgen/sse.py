@@ -22,23 +22,29 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
 
 
-class LineTooLong(ValueError):
-    """A line (or the data of one event) above MAX_LINE_BYTES."""
-
-
 class Parser:
-    """Owns the bytes of an unfinished line and the data lines of an unfinished event, nothing else."""
+    """Owns the bytes of an unfinished line and the data lines of an unfinished event, nothing else.
+
+    too_long: a line was longer than MAX_LINE_BYTES; no event comes out any more.
+    at_start: nothing was fed yet, so that a BOM may follow.
+    """
 
     def __init__(self) -> None:
+        self.too_long = False
+        self.at_start = True
         self._parts: list[bytes] = []  # an unfinished line, in pieces: joined once, so tiny pieces stay cheap
         self._size = 0
         self._swallow_lf = False
-        self._first_line = True
         self._data: list[bytes] = []
         self._type = b""
 
+    @property
+    def idle(self) -> bool:
+        """Between two events: what was fed so far has no influence on what comes."""
+        return not (self._parts or self._data or self._type or self._swallow_lf or self.too_long)
+
     def feed(self, piece: bytes) -> list[Event]:
-        """The events that this piece completes. Raises LineTooLong."""
+        """The events that this piece completes."""
         if self._swallow_lf and piece:
             self._swallow_lf = False
             if piece[:1] == b"\n":
@@ -46,36 +52,42 @@ class Parser:
         events: list[Event] = []
         start = 0
         for match in _LINE_END.finditer(piece):
-            line = piece[start : match.start()]
-            if self._parts:
-                self._parts.append(line)
-                line = b"".join(self._parts)
-                self._parts.clear()
-                self._size = 0
+            self._keep(piece[start : match.start()])
+            if self.too_long:
+                return events
             start = match.end()
-            self._line(line, events)
+            self._line(self._take(), events)
         if piece.endswith(b"\r"):
             self._swallow_lf = True
-        if start < len(piece):
-            self._parts.append(piece[start:])
-            self._size += len(piece) - start
-            if self._size > MAX_LINE_BYTES:
-                raise LineTooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        self._keep(piece[start:])
         return events
 
     def finish(self) -> list[Event]:
-        """The body is over. The standard drops an unfinished event; a whole last data line is kept here, because
-        servers end with `data: [DONE]` and no blank line, and an answer must not be called cut for that."""
+        """The body is over. The standard drops an unfinished event; here it is given, because servers end with
+        `data: [DONE]` and no blank line, and an answer must not be called cut for that. Whether a last line is whole
+        is for the caller to judge."""
         events: list[Event] = []
-        if self._parts:
-            self._line(b"".join(self._parts), events)
-            self._parts.clear()
-        self._line(b"", events)
+        if not self.too_long:
+            if self._parts:
+                self._line(self._take(), events)
+            self._line(b"", events)
         return events
 
+    def _keep(self, part: bytes) -> None:
+        if part:
+            self._parts.append(part)
+            self._size += len(part)
+            self.too_long = self.too_long or self._size > MAX_LINE_BYTES
+
+    def _take(self) -> bytes:
+        line = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._size = 0
+        return line
+
     def _line(self, line: bytes, events: list[Event]) -> None:
-        if self._first_line:
-            self._first_line = False
+        if self.at_start:
+            self.at_start = False
             line = line.removeprefix(_BOM)
         if not line:
             if self._data:
