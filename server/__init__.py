@@ -1,3 +1,3 @@
-"""The reference server: transformers' own generate behind the OpenAI HTTP contract, with an account of its own waste."""
+"""The reference server: transformers' own generate behind the OpenAI HTTP contract, accounting for its waste."""
 
 __version__ = "0.1.0"

@@ -146,5 +146,7 @@ class Accounting:
             lines.append("# TYPE reference_steps_total counter")
             lines += [f'reference_steps_total{{width="{width}"}} {n}' for width, n in sorted(self._steps.items())]
             lines.append("# TYPE reference_step_seconds_total counter")
-            lines += [f'reference_step_seconds_total{{width="{width}"}} {s}' for width, s in sorted(self._step_s.items())]
+            lines += [
+                f'reference_step_seconds_total{{width="{width}"}} {s}' for width, s in sorted(self._step_s.items())
+            ]
         return "\n".join(lines) + "\n"
