@@ -151,6 +151,7 @@ class _Reader:
         self.stamps = stamps  # by read
         self.chunked = chunked
         self.may_recut = recut
+        self.cut_at = b""  # the line end at which units were cut anew
         self.answer = Answer(text=[] if keep_text else None)
         self.parser = sse.Parser()
         self.deframer = Deframer(Framing.CHUNKED if chunked else Framing.CLOSE)
@@ -198,7 +199,7 @@ class _Reader:
     def _recut(self, template: _Template) -> None:
         """Cut the rest into one event a unit. An event belongs to the read with the byte that ended its blank line."""
         self.may_recut = False
-        line_end = template.line_end
+        self.cut_at = line_end = template.line_end
         read_ends = list(accumulate(map(len, self.units[self.next :])))
         *events, rest = b"".join(self.units[self.next :]).split(line_end)
         units = [event + line_end for event in events]
@@ -255,7 +256,7 @@ class _Reader:
 
     def _take_unit(self, index: int) -> None:
         unit = self.units[index]
-        line_end = self.line_ends[self.line_ends[0] not in unit]
+        line_end = self.cut_at or self.line_ends[self.line_ends[0] not in unit]
         at = 0
         while at < len(unit) and not self.over:
             if self.idle and (cut := unit.rfind(line_end, at)) >= 0:

@@ -130,6 +130,11 @@ def test_first_token_of_any_channel_and_first_answer_token() -> None:
     assert (record.text, record.output_tokens, record.reasoning_tokens, record.cached_tokens) == ("ok", 3, 2, 1)
 
 
+def test_an_event_of_two_channels_is_one_and_counts_as_the_answer() -> None:
+    record = read(event(chunk(reasoning="r", content="c")), FINISH)
+    assert (list(record.event_stamps_ns), record.first_answer_ns, record.text) == ([10], 10, "c")
+
+
 def test_a_tool_call_is_an_answer_and_is_assembled() -> None:
     def call(index: int, **function: str) -> bytes:
         return event(chunk(tool_calls=[{"index": index, "function": function}]))
@@ -613,6 +618,81 @@ def test_chunked_bodies_in_any_chunks_and_pieces(events: list[bytes], data: st.D
     if data.draw(st.integers(0, 9)) == 0:
         pieces.insert(data.draw(st.integers(0, len(pieces))), b"zz\r\n")  # a fault: the reads before it count
     agrees(framed(pieces))
+
+
+def random_stream(rng: random.Random) -> list[bytes]:
+    """Long runs of alike events, as servers send them, with something unusual now and then."""
+    words = [" the", "m", "é", "中", "\n", '"', "a" * rng.randint(1, 90), *rng.choice([[], [""], ["\\"]])]
+    make = rng.choice(
+        [
+            text_event,
+            lambda text: event(chunk(content=text)),
+            lambda text: event({**chunk("m"), "model": text}),
+            lambda text: event({**chunk(text), "usage": {"completion_tokens": 1}}),
+            lambda text: event(chunk(text, "stop")),
+            lambda text: event({"choices": [{"delta": {"reasoning": text}}, {"delta": {"content": "c"}}]}),
+        ]
+    )
+    line_end = rng.choice([b"\n\n", b"\n\n", b"\r\n\r\n"])
+    odd = [
+        raw_event(rng.choice([b"\xe4\xb8", rb"\ud83d", rb"\u4e2d", b"\t", rb"\x"])),
+        event(chunk("@@")).replace(b'@@"', b""),  # its start and its end overlap
+        event(chunk("z")) + b"\r\n",  # in a chunk, looks like its end
+        b"event: x\n",
+        b"data: \n",
+        event(chunk(reasoning="r")),
+        event(chunk(content="c", reasoning="r")),
+        event(chunk(reasoning="r", refusal="no")),
+        event(chunk("z")).replace(b"\n\n", b"\r\n\r\n"),
+        event(chunk("z")).replace(b"\n\n", b"\r\r"),
+        event(chunk("z")).replace(b"\n\n", b"\n\r"),
+        event(chunk("z")).replace(b',"choices', b'\rdata:,"choices'),
+        event(chunk("z")).replace(b',"choices', b'\ndata:,"choices'),
+        b"event: x\n" + event(chunk("y")),
+        b"\xef\xbb\xbf" + event(chunk("y")),
+        b": ping\n\n",
+        b"\n",
+        event({"error": {"message": "no"}}),
+        event(usage(3)),
+        event(chunk("", "length")),
+        DONE,
+    ]
+    often = rng.choice([0.0, 0.02, 0.1, 0.4])
+    stream = [event(chunk(role="assistant"))] * rng.randint(0, 1)
+    for _ in range(rng.randint(1, 80)):
+        if rng.random() < often:
+            stream.append(rng.choice(odd))
+        stream.append(make(rng.choice(words)).replace(b"\n\n", line_end))
+    return stream + rng.choice([[], [event(chunk("", "stop")), event(usage(9)), DONE], [b"data: [DONE]"], [b"data: {"]])
+
+
+def random_pieces(rng: random.Random, parts: list[bytes]) -> list[bytes]:
+    body = b"".join(parts)
+    how = rng.choice(["parts", "groups", "few cuts", "many cuts", "near the line ends"])
+    if how == "parts":
+        return parts
+    if how == "groups":
+        pieces, at = [], 0
+        while at < len(parts):
+            size = rng.choice([1, 1, 2, 3, 7])
+            pieces.append(b"".join(parts[at : at + size]))
+            at += size
+        return pieces
+    if how == "near the line ends":
+        ends = [len(b"".join(parts[: i + 1])) + rng.choice([-3, -2, -1, 0, 0, 0, 1]) for i in range(len(parts))]
+        return cut(body, sorted(min(max(at, 0), len(body)) for at in ends))
+    count = 3 if how == "few cuts" else len(parts)
+    return cut(body, sorted(rng.randint(0, len(body)) for _ in range(count)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_long_streams_in_pieces_like_those_of_a_network(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(80):
+        events = random_stream(rng)
+        agrees(exchange_of(random_pieces(rng, events)))
+        agrees(framed(random_pieces(rng, [K(part) for part in events] + [b"0\r\n\r\n"])))
+        agrees(framed(random_pieces(rng, [K(part) for part in random_pieces(rng, events) if part])))
 
 
 @MODEST
