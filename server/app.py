@@ -19,11 +19,13 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
-from server import __version__, schema
-from server.engine import Engine, Output, QueueFull, Request, State
+from server import __version__, schema, tool_calls
+from server.engine import Engine, Output, QueueFull, Request, Sampling, State
 from server.schema import JSON, ApiError, Wish
+from server.tool_calls import ToolCallReader
 
 log = logging.getLogger("server")
+COMPILE_TIMEOUT_S = 30
 LONG_TEXT = 20_000  # characters from which on tokenizing leaves the event loop
 
 
@@ -35,6 +37,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str, special: bool = True) -> list[int]: ...
     def encode_chat(self, messages: list[JSON], tools: list[JSON] | None = None) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
+
+    def refusal(self, sampling: Sampling, constrained: bool) -> str | None:
+        """Why this mode cannot do that, None when it can."""
+
+    def constrain(self, kind: str, value: Any) -> Any:
+        """A compiled constraint; raises ValueError with the reason."""
+
+    def constrain_tools(self, tools: Sequence[JSON], choice: str) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,12 +205,16 @@ class Service:
 
     async def _answer(self, http: web.Request, wish: Wish, prompts: list[list[int]]) -> web.StreamResponse:
         engine = self._ready()
+        constraint = await self._constraint(wish)
+        if refusal := self.tokenizer.refusal(wish.sampling, constraint is not None):
+            raise ApiError(refusal)
         answer_id = f"{'chatcmpl' if wish.chat else 'cmpl'}-{http.headers.get('X-Request-Id') or uuid.uuid4().hex}"
         requests = [
             Request(
                 id=f"{answer_id}-{i}",
                 prompt_ids=ids,
                 sampling=dataclasses.replace(wish.sampling, max_tokens=self._max_tokens(wish, ids)),
+                constraint=constraint,
             )
             for i, ids in enumerate(prompts)
         ]
@@ -230,8 +244,9 @@ class Service:
             left -= output.last
         answer = schema.head(answer_id, wish.chat, self.model_name, chunk=False)
         if wish.chat:
-            message = {"role": "assistant", "content": texts[requests[0]]}
-            reason = requests[0].finish_reason or "stop"
+            reader = ToolCallReader(wish.tool_choice)
+            message = tool_calls.message(reader.push(texts[requests[0]]) + reader.finish())
+            reason = reader.finish_reason(requests[0].finish_reason or "stop")
             answer["choices"] = [schema.message_choice(message, reason, requests[0].stop_reason)]
         else:
             answer["choices"] = [
@@ -250,10 +265,10 @@ class Service:
         head = schema.head(answer_id, wish.chat, self.model_name, chunk=True)
         index = {request: i for i, request in enumerate(requests)}
         left = len(requests)
-        if wish.chat:
-            first: list[JSON] = [{**head, "choices": [schema.delta_choice({"role": "assistant", "content": ""}, None)]}]
-        else:
-            first = []
+        reader = ToolCallReader(wish.tool_choice) if wish.chat else None
+        # The role comes with the first token, as from vLLM: before it there is nothing to say.
+        role = schema.delta_choice({"role": "assistant", "content": ""}, None)
+        first: list[JSON] = [{**head, "choices": [role]}] if wish.chat else []
         while left:
             output = await mailbox.get()
             left -= output.last
@@ -261,8 +276,12 @@ class Service:
             if output.error is not None:
                 events.append(ApiError(output.error, 500, "InternalServerError").body())
                 left = 0
+            elif reader is not None:
+                events += [{**head, "choices": [choice]} for choice in _deltas(reader, output)]
             elif output.text or output.last:
-                events.append({**head, "choices": [_chunk_choice(wish, index[output.request], output)]})
+                stop_reason = output.request.stop_reason if output.last else None
+                choice = schema.text_choice(index[output.request], output.text, output.finish_reason, stop_reason)
+                events.append({**head, "choices": [choice]})
             if wish.usage_in_every_chunk:
                 for event in events:
                     event["usage"] = schema.usage(len(output.request.prompt_ids), output.num_tokens)
@@ -315,6 +334,21 @@ class Service:
             )
         return limit - len(ids) if wish.max_tokens is None else wish.max_tokens
 
+    async def _constraint(self, wish: Wish) -> Any:
+        """The compiled constraint of a request, if any. Compiling may take long: never on the event loop."""
+        try:
+            if wish.constraint is not None:
+                job = asyncio.to_thread(self.tokenizer.constrain, *wish.constraint)
+            elif wish.tool_choice != "none":
+                job = asyncio.to_thread(self.tokenizer.constrain_tools, wish.tools, wish.tool_choice)
+            else:
+                return None
+            return await asyncio.wait_for(job, COMPILE_TIMEOUT_S)
+        except ValueError as error:
+            raise ApiError(str(error), param="tools" if wish.constraint is None else "structured_outputs") from error
+        except TimeoutError:
+            raise ApiError(f"the constraint was not compiled within {COMPILE_TIMEOUT_S} s: make it smaller") from None
+
     async def _encode(self, text: str, special: bool) -> list[int]:
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, special)
@@ -330,11 +364,16 @@ class Service:
             raise ApiError(str(error), param="messages") from error
 
 
-def _chunk_choice(wish: Wish, index: int, output: Output) -> JSON:
-    stop_reason = output.request.stop_reason if output.last else None
-    if not wish.chat:
-        return schema.text_choice(index, output.text, output.finish_reason, stop_reason)
-    return schema.delta_choice({"content": output.text}, output.finish_reason, stop_reason)
+def _deltas(reader: ToolCallReader, output: Output) -> list[JSON]:
+    """The choices of one output's chunks; the finish reason is in the last of them."""
+    deltas = reader.push(output.text)
+    if output.finish_reason is None:
+        return [schema.delta_choice(delta, None) for delta in deltas]
+    deltas = deltas + reader.finish() or [{"content": ""}]
+    reason = reader.finish_reason(output.finish_reason)
+    return [schema.delta_choice(delta, None) for delta in deltas[:-1]] + [
+        schema.delta_choice(deltas[-1], reason, output.request.stop_reason)
+    ]
 
 
 def _usage(requests: list[Request]) -> JSON:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from transformers import (
     StoppingCriteria,
 )
 
+from server.constrain import Constrainer, Constraint
 from server.engine import Engine, OnStep, Output, Request, Sampling, State
 
 log = logging.getLogger("server")
@@ -75,6 +77,8 @@ class TransformersModel:
         self._decoder = copy.deepcopy(self.tokenizer)
         self._backend = getattr(self._decoder, "backend_tokenizer", None) if self._decoder.is_fast else None
 
+        self._lock = threading.Lock()
+        self._made_constrainer: Constrainer | None = None
         text = self.config.get_text_config()
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self.max_positions: int = getattr(text, "max_position_embeddings", None) or 2048
@@ -107,6 +111,27 @@ class TransformersModel:
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=True))
         return str(self._decoder.decode(ids, skip_special_tokens=True))
+
+    # constraints
+
+    def refusal(self, sampling: Sampling, constrained: bool) -> str | None:
+        return None
+
+    def constrain(self, kind: str, value: Any) -> Constraint:
+        return self._constrainer().compile(kind, value)
+
+    def constrain_tools(self, tools: Sequence[dict[str, Any]], choice: str) -> Constraint:
+        return self._constrainer().compile_tools(tools, choice)
+
+    def _constrainer(self) -> Constrainer:
+        """Made at the first use: reading the vocabulary takes a moment that most runs need not pay."""
+        with self._lock:
+            if self._made_constrainer is None:
+                try:
+                    self._made_constrainer = Constrainer(self.tokenizer, self.vocab_size, self.eos_ids)
+                except Exception as error:
+                    raise ValueError(f"xgrammar cannot use this model's tokenizer: {error}") from error
+            return self._made_constrainer
 
     # generation
 
