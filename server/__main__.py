@@ -112,8 +112,8 @@ async def serve(args: argparse.Namespace) -> int:
         target=_generation_thread, args=(args, service, loop, failed, max_body_bytes), name="generation", daemon=True
     )
     thread.start()
-    stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([stopping, failed], return_when=asyncio.FIRST_COMPLETED)
+    failed.add_done_callback(lambda _: stop.set())
+    await stop.wait()
     if failed.done():
         log.error("%s", failed.result())
         await runner.cleanup()
@@ -155,7 +155,7 @@ def _generation_thread(
     begin = time.monotonic()
 
     def fail(message: str) -> None:
-        loop.call_soon_threadsafe(lambda: failed.done() or failed.set_result(message))
+        loop.call_soon_threadsafe(failed.set_result, message)
 
     try:
         if args.model is None:
@@ -164,7 +164,7 @@ def _generation_thread(
             args.model = str(packaged_model())
         if Path(args.model).exists():
             os.environ["HF_HUB_OFFLINE"] = "1"
-        from server.generate import LoadOptions, TransformersModel, UnusableModel, make_engine, warm_up
+        from server.generate import LoadOptions, UnusableModel, make_engine
     except (ImportError, FileNotFoundError) as error:
         return fail(f"{error} (bash setup.sh installs what the server needs)")
     try:
@@ -178,14 +178,15 @@ def _generation_thread(
             step_delay_s=args.step_delay_ms / 1e3,
             slowdown=args.slowdown,
         )
-        model = TransformersModel(options)
-        limit = args.max_model_len or model.max_positions
-        if limit > model.max_positions:
-            return fail(f"--max-model-len {limit}: this model has at most {model.max_positions} positions")
-        engine = make_engine(
-            model, service.deliver, args.mode, args.batch_size, args.batch_wait_ms / 1e3, args.max_waiting, limit
+        engine, model, limit = make_engine(
+            options,
+            service.deliver,
+            args.mode,
+            args.batch_size,
+            args.batch_wait_ms / 1e3,
+            args.max_waiting,
+            args.max_model_len,
         )
-        warm_up(engine, args.mode, limit)
     except UnusableModel as error:
         return fail(str(error))
     except Exception as error:

@@ -20,7 +20,7 @@ import orjson
 from aiohttp import web
 
 from server import __version__, schema, tool_calls
-from server.engine import Engine, Output, QueueFull, Request, Sampling, State
+from server.engine import ContinuousEngine, Engine, Output, QueueFull, Request, Sampling
 from server.schema import JSON, ApiError, Wish
 from server.tool_calls import ToolCallReader
 
@@ -62,11 +62,11 @@ class Service:
         self.api_key = api_key
         self.mode = mode
         self.created = int(time.time())
-        self.engine: Engine | None = None
+        self.engine: Engine | ContinuousEngine | None = None
         self.draining = False
         self._mailboxes: dict[Request, asyncio.Queue[Output]] = {}
 
-    def start(self, engine: Engine, tokenizer: Tokenizer, limits: Limits) -> None:
+    def start(self, engine: Engine | ContinuousEngine, tokenizer: Tokenizer, limits: Limits) -> None:
         """Be ready: called on the event loop once the model is loaded and warm."""
         self.engine, self.tokenizer, self.limits = engine, tokenizer, limits
         self._loop = asyncio.get_running_loop()
@@ -105,14 +105,16 @@ class Service:
         return app
 
     @web.middleware
-    async def _guard(self, http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         """Keys in, error objects out."""
         try:
-            if self.api_key is not None and http.path not in ("/health", "/metrics", "/version"):
-                given = http.headers.get("Authorization", "")
+            if self.api_key is not None and request.path not in ("/health", "/metrics", "/version"):
+                given = request.headers.get("Authorization", "")
                 if not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
                     raise ApiError("the API key is missing or wrong", 401, "AuthenticationError")
-            return await handler(http)
+            return await handler(request)
         except ApiError as error:
             return _json(error.body(), error.status)
         except QueueFull as error:
@@ -123,12 +125,12 @@ class Service:
         except web.HTTPException as error:
             kind = "NotFoundError" if error.status == 404 else "BadRequestError"
             return _json(
-                ApiError(f"{http.method} {http.path}: {error.reason}", error.status, kind).body(), error.status
+                ApiError(f"{request.method} {request.path}: {error.reason}", error.status, kind).body(), error.status
             )
         except ConnectionError:  # the client went away while we wrote: nobody is left to answer
             raise
         except Exception as error:
-            log.exception("%s %s", http.method, http.path)
+            log.exception("%s %s", request.method, request.path)
             return _json(ApiError(f"{type(error).__name__}: {error}", 500, "InternalServerError").body(), 500)
 
     # the small endpoints
@@ -227,7 +229,7 @@ class Service:
             return await respond(http, wish, answer_id, requests, mailbox)
         finally:
             for request in requests:
-                if request.state is not State.DONE:
+                if not request.over:
                     engine.abort(request)
                 self._mailboxes.pop(request, None)
 
@@ -296,7 +298,7 @@ class Service:
 
     # checks
 
-    def _ready(self) -> Engine:
+    def _ready(self) -> Engine | ContinuousEngine:
         if self.engine is None or self.draining:
             state = "shutting down" if self.draining else "still loading the model"
             raise ApiError(f"the server is {state}", 503, "ServiceUnavailableError")

@@ -68,6 +68,10 @@ class Request:
     stop_reason: int | str | None = None  # the stop string or stop token that ended it
     text: TextStream | None = None
 
+    @property
+    def over(self) -> bool:
+        return self.state is State.DONE
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -168,6 +172,17 @@ class Engine:
 
     # the generation thread
 
+    def warm_up(self, prompt_ids: list[int]) -> None:
+        """Pay the first-use costs of every batch width (kernels, memory) before a request does; uncounted."""
+        deliver, self._deliver = self._deliver, lambda outputs: None
+        wait_s, self.batch_wait_s = self.batch_wait_s, 0.0
+        for width in range(self.batch_size, 0, -1):
+            for request in _warm_up_requests(prompt_ids, width):
+                self.add_request(request)
+            self.step()
+        self._deliver, self.batch_wait_s = deliver, wait_s
+        self.accounting.reset()
+
     def run(self) -> None:
         """Serve until close(): the body of the generation thread."""
         while True:
@@ -254,7 +269,7 @@ class _Batch:
             error = "the model stopped before the answer was complete"
         except Exception as exception:  # whatever it was, these requests are over and the next batch is not
             error = f"generation failed: {type(exception).__name__}: {exception}"
-        left = [request for request in self.requests if request.state is not State.DONE]
+        left = [request for request in self.requests if not request.over]
         self.deliver([_fail(request, error) for request in left if not request.aborted])
         for request in left:
             request.state = State.DONE
@@ -274,7 +289,7 @@ class _Batch:
         outputs = []
         num_useful = 0
         for request, token in zip(self.requests, tokens, strict=True):
-            if request.state is State.DONE:
+            if request.over:
                 continue
             if request.aborted:
                 request.state = State.DONE
@@ -283,7 +298,7 @@ class _Batch:
                 continue
             num_useful += 1
             outputs.append(advance(request, token, self.model))
-            if request.state is State.DONE:
+            if request.over:
                 self.accounting.outcome("ok")
         if outputs:
             self.deliver(outputs)
@@ -300,7 +315,244 @@ class _Batch:
             self.prefilled = True
         record.output_tokens += num_useful
         self.last_s = now_s
-        return [request.state is State.DONE for request in self.requests]
+        return [request.over for request in self.requests]
+
+
+StepItem = tuple[Request, Sequence[int], str | None]  # a request, its new tokens, an error or None
+
+
+class SchedulingModel(Model, Protocol):
+    """A model that schedules by itself and calls back once a step."""
+
+    page_tokens: int
+
+    def start(self, on_step: Callable[[Sequence[StepItem]], None]) -> None: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, request: Request) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class ContinuousEngine:
+    """The engine's interface and account around a model that schedules by itself: rows join and leave at any step.
+
+    A step that gives any row a token that is not its first is a decode step, also when it prefills others.
+    A request waits until its first token: what the scheduler does before is not seen from here.
+    """
+
+    def __init__(
+        self,
+        model: SchedulingModel,
+        deliver: Callable[[list[Output]], None],
+        batch_size: int = 8,
+        max_waiting: int = 1024,
+        accounting: Accounting | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.accounting = accounting or Accounting()
+        self.batch_size = batch_size
+        self.max_waiting = max_waiting
+        self._deliver = deliver
+        self._clock = clock
+        self._changed = threading.Condition(threading.RLock())
+        self._open: set[Request] = set()  # not over
+        self._new: list[Request] = []
+        self._cancelled: list[Request] = []
+        self._closing = False
+        self._free_since_s = clock()
+        self._last_s = self._free_since_s
+        self._record: BatchRecord | None = None
+        self._by_width: dict[int, list[float]] = {}  # width -> [steps, seconds]
+
+    # any thread
+
+    def add_request(self, request: Request) -> None:
+        with self._changed:
+            if sum(r.state is State.WAITING for r in self._open) >= self.max_waiting:
+                raise QueueFull(f"{self.max_waiting} requests are waiting already (--max-waiting)")
+            request.arrival_s = self._clock()
+            if not self._open:
+                self._begin(request.arrival_s)
+            self._open.add(request)
+            self._new.append(request)
+            self._gauge()
+            self._changed.notify_all()
+
+    def abort(self, request: Request) -> None:
+        with self._changed:
+            request.aborted = True
+            self._cancelled.append(request)
+            self._changed.notify_all()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    # the engine's thread
+
+    def warm_up(self, prompt_ids: list[int]) -> None:
+        """As Engine.warm_up, at the full width and alone."""
+        deliver, self._deliver = self._deliver, lambda outputs: None
+        self.model.start(self.on_step)
+        for width in (self.batch_size, 1):
+            for request in _warm_up_requests(prompt_ids, width):
+                self.add_request(request)
+            self._hand_over()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._open)
+        self._deliver = deliver
+        self.accounting.reset()
+
+    def run(self) -> None:
+        """Hand requests and cancellations to the model until close()."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._new or self._cancelled or (self._closing and not self._open), timeout=1.0
+                )
+                if self._closing and not self._open:
+                    break
+            self._hand_over()
+        self.model.stop()
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            new, self._new = self._new, []
+            cancelled, self._cancelled = self._cancelled, []
+        for request in new:
+            try:
+                self.model.submit(request)
+            except Exception as exception:
+                self.on_step([(request, (), f"generation failed: {type(exception).__name__}: {exception}")])
+        for request in cancelled:
+            self.model.cancel(request)
+            with self._changed:
+                if not request.over:
+                    self._over(request, "aborted")
+                    if self._record is not None:
+                        self._record.aborted += 1
+                    self._close_if_idle(self._clock())
+
+    # the model's thread
+
+    def on_step(self, items: Sequence[StepItem]) -> None:
+        """Called by the model once a step, with every row that got a token in it."""
+        now_s = self._clock()
+        outputs: list[Output] = []
+        num_first = num_useful = num_dead = 0
+        with self._changed:
+            record = self._record or self._begin(now_s)
+            for request, tokens, error in items:
+                if request.over or request.aborted:
+                    num_dead += len(tokens)
+                    continue
+                for token in tokens:
+                    if request.state is State.WAITING:
+                        self._count_start(record, request, now_s)
+                        num_first += 1
+                    else:
+                        num_useful += 1
+                    outputs.append(advance(request, token, self.model))
+                    if request.over:
+                        self.model.cancel(request)
+                        self._over(request, "ok")
+                        break
+                if error is not None and not request.over:
+                    outputs.append(_fail(request, error))
+                    record.failed += 1
+                    self._over(request, "error")
+            self._count_step(record, now_s, num_first, num_useful, num_dead)
+            self._count_kv(record, [request for request, _, _ in items])
+            if record.steps >= STRETCH_STEPS and self._open:
+                self._end(now_s)
+                self._begin(now_s)
+            self._close_if_idle(now_s)
+        if outputs:
+            self._deliver(outputs)
+
+    # the account; the lock is held
+
+    def _begin(self, now_s: float) -> BatchRecord:
+        self._record = BatchRecord(mode="continuous", started_s=now_s, idle_s=now_s - self._free_since_s)
+        self._last_s = now_s
+        self._by_width = {}
+        return self._record
+
+    def _count_start(self, record: BatchRecord, request: Request, now_s: float) -> None:
+        request.state = State.RUNNING
+        record.requests += 1
+        record.prompt_tokens += len(request.prompt_ids)
+        record.longest_prompt = max(record.longest_prompt, len(request.prompt_ids))
+        record.queue_wait_s += now_s - request.arrival_s
+
+    def _count_step(self, record: BatchRecord, now_s: float, num_first: int, num_useful: int, num_dead: int) -> None:
+        width = num_first + num_useful + num_dead
+        if not width:
+            return
+        step_s = now_s - self._last_s
+        self._last_s = now_s
+        record.width = max(record.width, width)
+        record.first_tokens += num_first
+        record.output_tokens += num_first + num_useful
+        if num_useful + num_dead:
+            record.steps += 1
+            record.row_steps += num_useful + num_dead
+            record.useful_row_steps += num_useful
+            record.dead_row_steps += num_dead
+            record.decode_s += step_s
+            steps = self._by_width.setdefault(num_useful + num_dead, [0, 0.0])
+            steps[0] += 1
+            steps[1] += step_s
+        else:
+            record.prefill_s += step_s
+
+    def _count_kv(self, record: BatchRecord, requests: Sequence[Request]) -> None:
+        """The largest use of any step: whole pages against the tokens in them."""
+        lengths = [len(request.prompt_ids) + len(request.output_ids) for request in requests]
+        page = self.model.page_tokens
+        used = sum(lengths) * self.model.kv_bytes_per_token
+        if used > record.kv_bytes_used:
+            record.kv_bytes_used = used
+            record.kv_bytes_reserved = sum(-(-n // page) * page for n in lengths) * self.model.kv_bytes_per_token
+
+    def _over(self, request: Request, outcome: str) -> None:
+        request.state = State.DONE
+        self._open.discard(request)
+        self.accounting.outcome(outcome)
+        self._gauge()
+        self._changed.notify_all()
+
+    def _close_if_idle(self, now_s: float) -> None:
+        if not self._open and self._record is not None:
+            self._end(now_s)
+
+    def _end(self, now_s: float) -> None:
+        record = self._record
+        if record is None:
+            return
+        record.wall_s = now_s - record.started_s
+        record.rest_s = record.wall_s - record.prefill_s - record.decode_s
+        self.accounting.add(record, [(width, int(n), s) for width, (n, s) in self._by_width.items()])
+        self._record = None
+        self._free_since_s = now_s
+
+    def _gauge(self) -> None:
+        waiting = sum(request.state is State.WAITING for request in self._open)
+        self.accounting.gauges["reference_num_requests_running"] = len(self._open) - waiting
+        self.accounting.gauges["reference_num_requests_waiting"] = waiting
+
+
+def _warm_up_requests(prompt_ids: list[int], width: int) -> list[Request]:
+    sampling = Sampling(max_tokens=4, ignore_eos=True)
+    return [Request(f"warm-up-{width}-{i}", list(prompt_ids), sampling) for i in range(width)]
 
 
 def advance(request: Request, token: int, model: Model) -> Output:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A local folder must never become a question to a hub; set before transformers reads it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
@@ -25,15 +25,27 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    ContinuousBatchingConfig,
     GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
 )
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from server.constrain import Constrainer, Constraint
-from server.engine import Engine, OnStep, Output, Request, Sampling, State
+from server.engine import (
+    ContinuousEngine,
+    Engine,
+    OnStep,
+    Output,
+    Request,
+    Sampling,
+    StepItem,
+)
 
 log = logging.getLogger("server")
+logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it tells every choice it makes
 
 
 class UnusableModel(Exception):
@@ -169,34 +181,170 @@ class TransformersModel:
 
 
 def make_engine(
-    model: TransformersModel,
+    options: LoadOptions,
     deliver: Callable[[list[Output]], None],
     mode: str,
     batch_size: int,
     batch_wait_s: float,
     max_waiting: int,
-    max_model_len: int,
-) -> Engine:
-    """The engine of a mode, with the gauges that only a real model has."""
-    if mode == "serial":
-        batch_size = 1
-    engine = Engine(model, deliver, batch_size, batch_wait_s, max_waiting)
+    max_model_len: int | None,
+) -> tuple[Engine | ContinuousEngine, TransformersModel, int]:
+    """Load the model and make the engine of a mode, warm: (engine, model, longest prompt + answer in tokens).
+
+    Raises UnusableModel.
+    """
+    model = PagedModel(options, batch_size) if mode == "continuous" else TransformersModel(options)
+    limit = max_model_len or model.max_positions
+    if limit > model.max_positions:
+        raise UnusableModel(f"--max-model-len {limit}: this model has at most {model.max_positions} positions")
+    engine: Engine | ContinuousEngine
+    if isinstance(model, PagedModel):
+        model.max_model_len = limit
+        engine = ContinuousEngine(model, deliver, batch_size, max_waiting)
+    else:
+        engine = Engine(model, deliver, batch_size if mode == "static" else 1, batch_wait_s, max_waiting)
     engine.accounting.gauges["reference_kv_bytes_per_token"] = model.kv_bytes_per_token
     engine.accounting.gauges["reference_model_weight_bytes"] = model.weight_bytes
-    return engine
+    engine.warm_up([model.pad_id] * min(16, limit - 4) or [model.pad_id])
+    return engine, model, limit
 
 
-def warm_up(engine: Engine, mode: str, max_model_len: int) -> None:
-    """Pay the first-use costs of every batch width (kernels, memory) before the first request does."""
-    deliver, engine._deliver = engine._deliver, lambda outputs: None
-    prompt = [engine.model.pad_id] * min(16, max_model_len - 1)
-    wait_s, engine.batch_wait_s = engine.batch_wait_s, 0.0
-    for width in range(engine.batch_size, 0, -1):
-        for i in range(width):
-            engine.add_request(Request(f"warm-up-{i}", prompt, Sampling(max_tokens=4, ignore_eos=True)))
-        engine.step()
-    engine._deliver, engine.batch_wait_s = deliver, wait_s
-    engine.accounting.reset()
+class PagedModel(TransformersModel):
+    """transformers' continuous batching: its manager schedules in a thread of its own over a paged KV cache.
+
+    Where it runs CUDA graphs or a step ahead of its own results (flash attention on a GPU), tokens cannot be chosen
+    row by row: there it is greedy, and sampling, min_tokens and constraints are refused.
+    """
+
+    page_tokens = 256  # transformers' default
+    max_batch_tokens = 512  # a longer prompt is prefilled in pieces of so many
+    cpu_cache_tokens = 65536  # on the CPU transformers would take nine tenths of the memory
+
+    def __init__(self, options: LoadOptions, batch_size: int) -> None:
+        super().__init__(options)
+        self.batch_size = batch_size
+        self.max_model_len = self.max_positions
+        self._requests: dict[str, Request] = {}
+        self._manager: Any = None
+        self._by_row = True
+
+    def start(self, on_step: Callable[[Sequence[StepItem]], None]) -> None:
+        self._on_step = on_step
+        self._start_manager()
+
+    def submit(self, request: Request) -> None:
+        if not self._manager.is_running():  # it ends with the first error of a forward pass, having failed all requests
+            self._start_manager()
+        sampling = request.sampling
+        stops = [] if sampling.ignore_eos and request.constraint is None else [*self.eos_ids]
+        self._requests[request.id] = request
+        self._manager.add_request(
+            request.prompt_ids,
+            request_id=request.id,
+            max_new_tokens=sampling.max_tokens,
+            streaming=True,
+            eos_token_id=[*stops, *sampling.stop_token_ids] or -1,
+        )
+
+    def cancel(self, request: Request) -> None:
+        if self._requests.pop(request.id, None) is not None:
+            self._manager.cancel_request(request.id)
+
+    def stop(self) -> None:
+        self._manager.stop(block=True, timeout=10, hard_stop=True)
+
+    def refusal(self, sampling: Sampling, constrained: bool) -> str | None:
+        if self._by_row or not (sampling.temperature > 0 or sampling.min_tokens or constrained):
+            return None
+        return "this server's continuous mode is greedy here: temperature must be 0, without min_tokens or constraints"
+
+    def _start_manager(self) -> None:
+        on_cpu = self.device.type == "cpu"
+        pages = -(-max(self.cpu_cache_tokens, self.max_model_len) // self.page_tokens)
+        self._manager = self.model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=self.pad_id),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=self.page_tokens,
+                num_blocks=pages if on_cpu else None,
+                max_batch_tokens=self.max_batch_tokens if on_cpu else None,
+                max_requests_per_batch=self.batch_size,
+                default_compile_level=1 if self.options.compile else 0,
+                auto_switch_to_flash=self.options.attn is None,
+            ),
+        )
+        config = self._manager.continuous_batching_config
+        self._by_row = not (config.use_async_batching or any(config.cuda_graph_booleans))
+        if self._by_row:
+            processors = self._manager.logit_processor
+            processors.logits_processor.append(_ContinuousRows(self, self._requests))
+            processors.tensors_required += 1
+            processors.do_processing = True
+        self._manager.output_router = _StepRouter(self._step)
+        self._manager.warmup()
+        self._manager.start()
+
+    def _step(self, outputs: Sequence[Any]) -> None:
+        items: list[StepItem] = []
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is not None:
+                new = output.generated_tokens[len(request.output_ids) :]
+                items.append((request, new, f"generation failed: {output.error}" if output.error else None))
+                if output.is_finished():
+                    self._requests.pop(request.id, None)
+        self._on_step(items)
+
+
+class _StepRouter:
+    """In the place of the manager's OutputRouter: hands on what one step produced as one call, in its thread."""
+
+    def __init__(self, step: Callable[[Sequence[Any]], None]) -> None:
+        self.output_queue: queue.Queue[Any] = queue.Queue()  # the manager looks at it; nothing is ever put in
+        self._step = step
+
+    def deliver_batch(self, outputs: Sequence[Any]) -> None:
+        self._step(outputs)
+
+    def deliver(self, output: Any) -> None:
+        self._step([output])
+
+    def fail_and_deliver(self, state: Any, error: Exception) -> None:
+        state.status = RequestStatus.FAILED
+        state.error = str(error)
+        self.deliver(state.to_generation_output())
+
+
+class _ContinuousRows(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """RowProcessor for rows that come and go."""
+
+    supported_kwargs: dict[str, type] = {}
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self, model: TransformersModel, requests: dict[str, Request]) -> None:
+        self.model = model
+        self.requests = requests
+        self.samplers: dict[Request, _RowSampler] = {}
+        self.rows: list[_RowSampler | None] = []
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Called before each step with its rows in order: the moment to learn which row is whose."""
+        rows = [self.requests.get(row.state.request_id) for row in requests_with_new_token]
+        self.samplers = {
+            request: self.samplers.get(request) or _RowSampler(request, self.model)
+            for request in rows
+            if request is not None and needs_processor(request)
+        }
+        self.rows = [self.samplers.get(request) if request is not None else None for request in rows]
+        return torch.zeros(len(rows), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        for row, sampler in enumerate(self.rows):
+            if sampler is not None and sampler.active:
+                sampler(scores[row])
+        return scores
 
 
 class RowWatcher(StoppingCriteria):  # type: ignore[misc]
@@ -245,7 +393,7 @@ class _RowSampler:
 
     @property
     def active(self) -> bool:
-        return self.needed and self.request.state is not State.DONE
+        return self.needed and not self.request.over
 
     def __call__(self, scores: torch.Tensor) -> None:
         """Change one row of float32 logits, shape (vocabulary,), in place."""
