@@ -146,7 +146,7 @@ class Service:
             "id": self.model_name,
             "object": "model",
             "created": self.created,
-            "owned_by": "transformers",
+            "owned_by": "loadgen-reference",
             "root": self.model_name,
             "parent": None,
             "max_model_len": self.limits.max_model_len,
@@ -154,7 +154,7 @@ class Service:
         return _json({"object": "list", "data": [card]})
 
     async def version(self, http: web.Request) -> web.Response:
-        return _json({"version": f"reference-{__version__}"})
+        return _json({"version": f"{__version__} {self.mode}"})
 
     async def metrics(self, http: web.Request) -> web.Response:
         return web.Response(text=self._ready().accounting.prometheus(), content_type="text/plain")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from server.engine import OnStep, Request
+from server.engine import OnStep, Request, Sampling
 
 EOS = 256
 
@@ -31,6 +32,7 @@ class FakeClock:
 class FakeModel:
     """scripts: request id -> text. fail_at: (request id, step) at which generate raises. sleep: how time passes."""
 
+    vocab_size = EOS + 1
     eos_ids = frozenset({EOS})
     kv_bytes_per_token = 2
 
@@ -50,8 +52,23 @@ class FakeModel:
         self.batches: list[list[str]] = []  # request ids of every batch
         self.num_forwards = 0
 
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        return self.encode("\n".join(message["content"] for message in messages))
+
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < EOS).decode("utf-8", "replace")
+
+    def refusal(self, sampling: Sampling, constrained: bool) -> str | None:
+        return "this fake model has no constraints" if constrained else None
+
+    def constrain(self, kind: str, value: Any) -> Any:
+        raise ValueError(f"this fake model has no {kind}")
+
+    def constrain_tools(self, tools: Sequence[dict[str, Any]], choice: str) -> Any:
+        return None
 
     def generate(self, requests: Sequence[Request], on_step: OnStep) -> None:
         self.batches.append([request.id for request in requests])
