@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xgrammar
 
@@ -25,19 +26,21 @@ MAX_BYTES = 1 << 20  # of a regex, a schema or all choices together
 class Constraint:
     """A compiled grammar; shared by all answers that are under it."""
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int) -> None:
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocab_size: int, never: torch.Tensor | None = None) -> None:
         self._grammar = grammar
         self._vocab_size = vocab_size
+        self._never = never
 
     def matcher(self) -> Matcher:
-        return Matcher(xgrammar.GrammarMatcher(self._grammar), self._vocab_size)
+        return Matcher(xgrammar.GrammarMatcher(self._grammar), self._vocab_size, self._never)
 
 
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int, never: torch.Tensor | None) -> None:
         self._matcher = matcher
+        self._never = never
         self._bits = xgrammar.allocate_token_bitmask(1, vocab_size)
 
     def accept(self, token: int) -> None:
@@ -48,6 +51,8 @@ class Matcher:
         """Set to -inf what may not come next. scores: (vocabulary,), float32, changed in place."""
         if not self._matcher.is_terminated():
             self._matcher.fill_next_token_bitmask(self._bits)
+            if self._never is not None:
+                self._bits &= ~self._never
             xgrammar.apply_token_bitmask_inplace(scores.unsqueeze(0), self._bits.to(scores.device))
 
 
@@ -57,6 +62,8 @@ class Constrainer:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(eos_ids))
         self._vocab_size = vocab_size
+        # xgrammar 0.2.8 lets raw control characters into strings that have a maxLength; JSON does not allow them.
+        self._control = _bits([any(byte < 0x20 for byte in token) for token in info.decoded_vocab], vocab_size)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=256 << 20)
 
     def compile(self, kind: str, value: Any) -> Constraint:
@@ -67,7 +74,7 @@ class Constrainer:
             if kind == "regex":
                 check_regex(value)
                 return self._made(self._compiler.compile_regex(value))
-            return self._made(self._compiler.compile_json_schema(check_schema(value), any_whitespace=False))
+            return self._made_json(self._compiler.compile_json_schema(check_schema(value), any_whitespace=False))
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"the {kind} constraint cannot be used: {_reason(error)}") from error
 
@@ -91,12 +98,24 @@ class Constrainer:
         else:
             form = {"type": "or", "elements": tags}
         try:
-            return self._made(self._compiler.compile_structural_tag({"type": "structural_tag", "format": form}))
+            grammar = self._compiler.compile_structural_tag({"type": "structural_tag", "format": form})
+            return self._made(grammar) if choice == "auto" else self._made_json(grammar)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"the tools cannot be used: {_reason(error)}") from error
 
     def _made(self, grammar: xgrammar.CompiledGrammar) -> Constraint:
         return Constraint(grammar, self._vocab_size)
+
+    def _made_json(self, grammar: xgrammar.CompiledGrammar) -> Constraint:
+        return Constraint(grammar, self._vocab_size, self._control)
+
+
+def _bits(flags: Sequence[bool], vocab_size: int) -> torch.Tensor:
+    """Flags of tokens in xgrammar's form: (1, ceil(vocabulary / 32)) int32, the lowest bit first."""
+    size = -(-vocab_size // 32) * 32
+    padded = np.zeros(size, dtype=np.uint8)
+    padded[: min(len(flags), size)] = flags[:size]
+    return torch.from_numpy(np.packbits(padded, bitorder="little").view(np.int32)).unsqueeze(0)
 
 
 def choice_grammar(choices: Any) -> str:

@@ -92,16 +92,18 @@ async def serving(
     model: Any, *, api_key: str | None = None, max_len: int = 4096, **engine: Any
 ) -> AsyncIterator[Served]:
     service = Service("fake", api_key=api_key)
-    runner = web.AppRunner(service.application(1 << 20), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(service.application(1 << 19), handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     made = Engine(model, service.deliver, **engine)
-    service.start(made, model, Limits(max_len, 1 << 20))
+    service.start(made, model, Limits(max_len, 1 << 19))
     thread = threading.Thread(target=made.run)
     thread.start()
     try:
         yield Served(f"http://127.0.0.1:{runner.addresses[0][1]}", service, made)
     finally:
+        if isinstance(gate := getattr(model, "sleep", None), Gate):
+            gate.open(10_000)  # a test that failed must not wait for its model for ever
         made.close()
         await asyncio.to_thread(thread.join)
         await runner.cleanup()
