@@ -39,7 +39,8 @@ def greedy(args: argparse.Namespace) -> None:
         apart = sum(a != b for a, b in zip(streamed, whole, strict=True))
         print(
             f"{mode}, {args.dtype}: {50 - len(differ)} of 50 equal to bare generate; streamed != whole in {apart}; "
-            f"events with U+FFFD that the whole lacks: {broken}; {num_events / 50 / args.tokens:.2f} text events a token",
+            f"events with U+FFFD that the whole lacks: {broken}; "
+            f"{num_events / 50 / args.tokens:.2f} text events a token",
             flush=True,
         )
         for i in differ[:3]:

@@ -40,6 +40,12 @@ def prompts(count: int) -> list[str]:
 @contextlib.contextmanager
 def server(*flags: str) -> Iterator[str]:
     """The address of a server process that is ready."""
+    with server_process(*flags) as (_, url):
+        yield url
+
+
+@contextlib.contextmanager
+def server_process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "server", "--port", "0", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
         env={**os.environ},
@@ -56,7 +62,7 @@ def server(*flags: str) -> Iterator[str]:
         threading.Thread(target=process.stderr.read, daemon=True).start()
         found = re.search(r"http://[\d.]+:\d+", seen)
         assert found is not None
-        yield found[0]
+        yield process, found[0]
     finally:
         process.terminate()
         process.wait(30)
