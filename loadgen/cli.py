@@ -22,7 +22,7 @@ Command = Callable[..., Any]
 # ---------------------------------------------------------------- values
 
 
-class SpanType(click.ParamType):
+class SpanType(click.ParamType[Any]):
     name = "N|LO:HI"
 
     def __init__(self, least: int) -> None:
@@ -39,7 +39,7 @@ class SpanType(click.ParamType):
         return Span(low, high)
 
 
-class SecondsType(click.ParamType):
+class SecondsType(click.ParamType[Any]):
     """A duration in seconds: 30, 30s, 500ms, 2m, 1h. Above 0, or 0 where zero_ok (= no limit)."""
 
     name = "SECONDS"
@@ -59,7 +59,7 @@ class SecondsType(click.ParamType):
         return seconds
 
 
-class SloType(click.ParamType):
+class SloType(click.ParamType[Any]):
     """ttft=500ms,tpot=50ms,e2e=10s, any of them."""
 
     name = "LIMITS"
@@ -77,7 +77,7 @@ class SloType(click.ParamType):
         return Slo(**limits)
 
 
-class PairType(click.ParamType):
+class PairType(click.ParamType[Any]):
     name = "KEY=VALUE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:

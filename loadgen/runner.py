@@ -121,6 +121,7 @@ class Runner:
                 await self._settle(self._main)
                 if not self._stopping:
                     start_ns = await self._start_at()
+                if not self._stopping:  # it may have been stopped while it waited for the others
                     cpu_start = time.process_time()
                     lags.clear()
                     self._main = asyncio.ensure_future(self._measure(start_ns))

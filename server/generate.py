@@ -25,6 +25,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    CompileConfig,
     ContinuousBatchingConfig,
     GenerationConfig,
     LogitsProcessor,
@@ -45,6 +46,7 @@ from server.engine import (
 )
 
 log = logging.getLogger("server")
+CACHE_STEP = 256  # tokens: with --compile the static KV cache is as long as a multiple of this
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it tells every choice it makes
 
 
@@ -101,6 +103,11 @@ class TransformersModel:
         per_token = 2 * text.num_hidden_layers * kv_heads * head_dim * self.model.dtype.itemsize
         self.kv_bytes_per_token: int = per_token if options.kv_cache else 0
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self._compiled: dict[str, Any] = {}
+        if options.compile:
+            config = CompileConfig(mode="reduce-overhead" if self.device.type == "cuda" else "default")
+            config._compile_all_devices = True  # transformers compiles on accelerators alone otherwise
+            self._compiled = {"cache_implementation": "static", "compile_config": config}
         # What the model's authors advise (sampling, penalties) must not change what a request asks for.
         self.model.generation_config = GenerationConfig(pad_token_id=self.pad_id)
 
@@ -152,14 +159,18 @@ class TransformersModel:
         rows = [[self.pad_id] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in requests]
         mask = [[0] * (longest - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
         processors = [RowProcessor(requests, self)] if any(needs_processor(r) for r in requests) else []
+        max_new_tokens = max(request.sampling.max_tokens for request in requests)
+        if self.options.compile:  # shapes decide what is compiled: few of them
+            max_new_tokens = -(-(longest + max_new_tokens) // CACHE_STEP) * CACHE_STEP - longest
         self.model.generate(
             torch.tensor(rows, device=self.device),
             attention_mask=torch.tensor(mask, device=self.device),
             generation_config=GenerationConfig(
                 do_sample=False,
-                max_new_tokens=max(request.sampling.max_tokens for request in requests),
+                max_new_tokens=max_new_tokens,
                 pad_token_id=self.pad_id,
                 use_cache=self.options.kv_cache,
+                **self._compiled,
             ),
             stopping_criteria=[RowWatcher(requests, self._slowed(on_step))],
             logits_processor=processors,
