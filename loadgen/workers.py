@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
@@ -378,7 +378,7 @@ def _worker(pipe: Connection, options: Options, info: ServerInfo, worker: int) -
 def merge(
     options: Options,
     info: ServerInfo,
-    plan_info: dict[str, Any],
+    plan_info: Mapping[str, Any],
     outcomes: Sequence[Outcome],
     scrapes: Sequence[dict[str, Any]],
     start_utc: str,
@@ -413,7 +413,7 @@ def merge(
         unfinished=sum(outcome.unfinished for outcome in outcomes),
         skipped=sum(outcome.skipped for outcome in outcomes),
         server={"url": base_url(options.url), **{k: v for k, v in asdict(info).items() if v not in (None, {}, ())}},
-        plan=plan_info,
+        plan=dict(plan_info),
         scrapes=tuple(scrapes),
     )
 

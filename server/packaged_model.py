@@ -61,8 +61,10 @@ def _dequantise(gguf: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # mkdtemp made the folder private; a model is for every user of the machine
+    # mkdtemp made the folder private, safetensors its file; a model is for every user of the machine
     folder.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 def main() -> None:
