@@ -183,7 +183,7 @@ class ScriptedServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
         connection = self._num_connections
-        # asyncio leaves Nagle's algorithm on for sockets of socket.create_server, and then "sent" would not be the truth
+        # asyncio leaves the algorithm of Nagle on for sockets of socket.create_server: "sent" would not be the truth
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             while True:
