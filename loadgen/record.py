@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 FORMAT = "loadgen.run/1"
@@ -132,6 +133,13 @@ class RequestRecord:
         return len(self.event_stamps_ns)
 
 
+def most_in_flight(records: Iterable[RequestRecord]) -> int:
+    """The most requests that were sent and not over at any one time."""
+    spans = [(r.sent_ns, r.end_ns) for r in records if r.sent_ns is not None and r.end_ns is not None]
+    steps = [step for sent_ns, end_ns in spans for step in ((sent_ns, 1), (end_ns, -1))]
+    return max(accumulate(change for _, change in sorted(steps)), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class ClientUsage:
     """What the client itself did while it measured: the raw material of audit.py."""
@@ -142,7 +150,7 @@ class ClientUsage:
     transport: str  # "wire" or "aiohttp"
     kernel_stamps: bool
     num_workers: int = 1
-    max_in_flight: int = 0
+    max_in_flight: int = 0  # requests that were sent and not over, at most
     reads: int = 0  # reads that brought bytes
     unread_bytes: int = 0  # left in sockets at the end
     num_connections: int = 0

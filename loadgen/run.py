@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
 from loadgen import run_folder
 from loadgen.audit import Validity, audit
 from loadgen.metrics import summarize
-from loadgen.options import Options, UnusableServer
+from loadgen.options import Options, UnusableServer, UsageError
 from loadgen.progress import Bar
 from loadgen.record import FailureKind, Run
 from loadgen.workers import run_load
@@ -56,24 +58,43 @@ def exit_status(run: Run, validity: Validity, max_failures: int) -> int:
 
 def run_and_report(options: Options) -> int:
     """The command: gives the exit status. Raises UsageError or UnusableServer before anything was measured."""
+    folder = new_folder(options.out, describe_load(options))
+    _ensure_writable(folder.parent)
     run = run_load(options, progress=None if options.quiet else Bar())
     validity = audit(run)
     summary = summarize(run, options.slo)
-    folder = new_folder(options.out, describe_load(options))
-    document = run_folder.save(folder, run, summary, validity.as_dict())
+    try:
+        document = run_folder.save(folder, run, summary, validity.as_dict())
+    except UsageError:  # a full disk takes the folder, not the numbers
+        _print(options, run_folder.make_document(run, summary, validity.as_dict()))
+        raise
     _write_page(folder, options.quiet)
-    if options.json:
-        sys.stdout.buffer.write((folder / "run.json").read_bytes())
-    elif not options.quiet:
-        from loadgen.report import text_report
-
-        click.echo(text_report(document))
+    _print(options, document)
     if not options.json:
         click.echo(f"{'' if options.quiet else 'records and report: '}{folder}")
     status = exit_status(run, validity, options.max_failures)
     if status == UNUSABLE:
         raise UnusableServer(f"no request reached {run.server.get('url')}: {run.measured[0].failure}")
     return status
+
+
+def _ensure_writable(parent: Path) -> None:
+    """Known before the load, not after an hour of it. Raises UsageError."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"no run folder can be made in {parent} (--out): {error.strerror or error}") from None
+
+
+def _print(options: Options, document: dict[str, Any]) -> None:
+    if options.json:
+        sys.stdout.buffer.write(run_folder.as_json(document))
+    elif not options.quiet:
+        from loadgen.report import text_report
+
+        click.echo(text_report(document))
 
 
 def _write_page(folder: Path, quiet: bool) -> None:

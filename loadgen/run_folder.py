@@ -86,9 +86,14 @@ def save(
         files["server_metrics.jsonl"] = b"".join(
             orjson.dumps({**scrape, "t_ns": scrape["t_ns"] - run.start_ns}) + b"\n" for scrape in run.scrapes
         )
-    files["run.json"] = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
+    files["run.json"] = as_json(document)
     _write_folder(path, files)
     return document
+
+
+def as_json(document: Mapping[str, Any]) -> bytes:
+    """The bytes of run.json."""
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
 
 
 def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:

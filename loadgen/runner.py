@@ -32,7 +32,7 @@ _LEAD_NS = 50 * NS_PER_MS  # a task is made, and a connection found, this long b
 _SLICE_NS = NS_PER_MS  # the reducer yields to the reads after this long
 _BACKLOG_BYTES = 64 << 20
 _LAG_PERIOD_S = 0.02
-_REFUSED_PAUSE_S = 0.1  # a slot whose connection was refused waits, or a dead server would be asked 10,000 times/s
+_REFUSED_PAUSE_NS = 100 * NS_PER_MS  # a refused slot waits, or a dead server would be asked 10,000 times/s
 
 
 @dataclass(slots=True)
@@ -74,7 +74,6 @@ class _State:
     records: dict[int, RequestRecord] = field(default_factory=dict)
     by_id: dict[str, RequestRecord] = field(default_factory=dict)  # only of requests that another one waits for
     ended: dict[str, asyncio.Event] = field(default_factory=dict)
-    max_in_flight: int = 0
 
 
 class Runner:
@@ -101,6 +100,7 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._main: asyncio.Task[None] | None = None
+        self._bug: BaseException | None = None  # of a request's task: nothing a server can cause
 
     def stop(self) -> None:
         """Ask for an early end (from the loop's thread)."""
@@ -142,6 +142,8 @@ class Runner:
         try:
             await task
         except asyncio.CancelledError:
+            if self._bug is not None:
+                raise self._bug from None
             if not self._stopping:
                 raise
             for request_task in self._tasks:
@@ -178,7 +180,7 @@ class Runner:
                     return
                 exchange = await self._send_now(*planned)
                 if exchange.failure is not None and exchange.failure.kind is FailureKind.REFUSED and deadline_ns:
-                    await asyncio.sleep(_REFUSED_PAUSE_S)
+                    await self._clock.sleep_until_ns(self._clock.now_ns() + _REFUSED_PAUSE_NS)
 
         for _ in range(slots):
             self._spawn(slot())
@@ -200,13 +202,18 @@ class Runner:
     def _spawn(self, coroutine: Awaitable[None]) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self._bug = self._bug or bug
+            if self._main is not None:
+                self._main.cancel()  # the run ends, loudly
 
     async def _all_over(self) -> None:
         while self._tasks:
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()  # a bug in a request's task ends the run, loudly
+            await asyncio.wait(self._tasks)
 
     # ------------------------------------------------------------------ one request
 
@@ -231,8 +238,12 @@ class Runner:
         measured = request.phase is Phase.MEASURED
         if measured:
             snapshot.started += 1
-            self._state.max_in_flight = max(self._state.max_in_flight, snapshot.in_flight)
-        exchange = await self._transport.exchange("POST", request.path, request.id, body, planned_ns=hold_ns)
+        try:
+            exchange = await self._transport.exchange("POST", request.path, request.id, body, planned_ns=hold_ns)
+        except asyncio.CancelledError:
+            if measured and hold_ns is not None and self._clock.now_ns() < hold_ns:
+                snapshot.started -= 1  # it was held until its time, and never sent
+            raise
         if measured:
             snapshot.finished += 1
             snapshot.failed += exchange.failure is not None
@@ -304,7 +315,6 @@ class Runner:
             loop_lag_ns=lags,
             transport=self._transport.name,
             kernel_stamps=all(r.kernel_stamps for _, r in records if r.status is not None),
-            max_in_flight=self._state.max_in_flight,
             reads=facts.reads,
             unread_bytes=facts.unread_bytes,
             num_connections=facts.num_connections,

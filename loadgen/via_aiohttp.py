@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from loadgen.clock import NS_PER_S, now_ns
-from loadgen.http1 import MAX_BODY_BYTES, DoneScanner
+from loadgen.http1 import MAX_BODY_BYTES, MAX_HEAD_BYTES, DoneScanner
 from loadgen.record import Failure, FailureKind
 from loadgen.transport import Exchange, Target, TransportUsage
+
+_MAX_HEADERS = 1 << 16
 
 
 class ViaAiohttp:
@@ -43,6 +46,9 @@ class ViaAiohttp:
                     total=None, connect=None, sock_connect=timeouts.connect_s, sock_read=timeouts.idle_s
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                max_line_size=MAX_HEAD_BYTES,
+                max_field_size=MAX_HEAD_BYTES,
+                max_headers=_MAX_HEADERS,
                 trust_env=False,  # a proxy comes from the Target or not at all
                 headers={
                     "Content-Type": "application/json",
@@ -118,7 +124,10 @@ class ViaAiohttp:
     def _timeout(self, exchange: Exchange, error: TimeoutError) -> Failure:
         timeouts = self._target.timeouts
         if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return Failure(FailureKind.CONNECT_TIMEOUT, f"no connection in {timeouts.connect_s} s")
+            parts = urlsplit(self._target.base_url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            what = f"no connection to {parts.hostname}:{port} in {timeouts.connect_s} s"
+            return Failure(FailureKind.CONNECT_TIMEOUT, what)
         if isinstance(error, aiohttp.SocketTimeoutError):
             what = "no byte of an answer" if exchange.first_byte_ns is None else "nothing more"
             return Failure(FailureKind.SILENCE, f"{what} for {timeouts.idle_s:g} s", exchange.status)
@@ -164,6 +173,8 @@ def _failure(exchange: Exchange, error: Exception) -> Failure:
         kind = FailureKind.PROTOCOL if "decode" in str(error).lower() else FailureKind.CUT_OFF
         return Failure(kind, detail if kind is FailureKind.CUT_OFF else str(error), exchange.status)
     if isinstance(error, aiohttp.ClientResponseError):
+        if error.message.startswith(("Got more than", "Too many headers")):
+            return Failure(FailureKind.TOO_LARGE, f"response headers of more than {MAX_HEAD_BYTES >> 10} KiB")
         return Failure(FailureKind.PROTOCOL, error.message or str(error), exchange.status)
     if isinstance(error, OSError):
         where = "before" if exchange.first_byte_ns is None else "in the middle of"

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ from loadgen.clock import NS_PER_MS, now_ns, utc_now
 from loadgen.limits import ensure_descriptors, ensure_ports
 from loadgen.options import Options, UnusableServer, UsageError
 from loadgen.plan import make_plan, needed_connections
-from loadgen.record import ClientUsage, Run
+from loadgen.record import ClientUsage, Phase, RequestRecord, Run, most_in_flight
 from loadgen.runner import Outcome, Runner, Snapshot
 from loadgen.scrape import Scraper
 from loadgen.target import ServerInfo, base_url, make_target, probe
@@ -35,6 +35,7 @@ from loadgen.transport import Transport, make_transport
 Result = TypeVar("Result")
 
 _PROGRESS_S = 0.2
+_SECRET_CHARS = 8  # shorter words of a header value are no secrets, and would hide harmless text
 _START_LEAD_NS = 200 * NS_PER_MS  # from the last worker's "ready" to the common start
 
 
@@ -384,7 +385,10 @@ def merge(
     start_utc: str,
 ) -> Run:
     """One Run of the workers' outcomes: records in order of plan, counts added, the client's evidence side by side."""
-    records = sorted((pair for outcome in outcomes for pair in outcome.records), key=lambda pair: pair[0])
+    pairs = sorted((pair for outcome in outcomes for pair in outcome.records), key=lambda pair: pair[0])
+    secrets = _secrets(options)
+    records = tuple(_without_secrets(record, secrets) for _, record in pairs)
+    unfinished = sum(outcome.unfinished for outcome in outcomes)
     usages = [outcome.usage for outcome in outcomes]
     start_ns = min(outcome.start_ns for outcome in outcomes)
     end_ns = max(outcome.end_ns for outcome in outcomes)
@@ -395,7 +399,7 @@ def merge(
         transport=usages[0].transport,
         kernel_stamps=all(u.kernel_stamps for u in usages),
         num_workers=len(usages),
-        max_in_flight=sum(u.max_in_flight for u in usages),
+        max_in_flight=max(unfinished, most_in_flight(r for r in records if r.phase is Phase.MEASURED)),
         reads=sum(u.reads for u in usages),
         unread_bytes=sum(u.unread_bytes for u in usages),
         num_connections=sum(u.num_connections for u in usages),
@@ -404,18 +408,39 @@ def merge(
     )
     return Run(
         options={**options_to_save(options), "model": info.model},
-        records=tuple(record for _, record in records),
+        records=records,
         start_ns=start_ns,
         start_utc=start_utc,
         end_ns=end_ns,
         usage=usage,
         interrupted=any(outcome.interrupted for outcome in outcomes),
-        unfinished=sum(outcome.unfinished for outcome in outcomes),
+        unfinished=unfinished,
         skipped=sum(outcome.skipped for outcome in outcomes),
         server={"url": base_url(options.url), **{k: v for k, v in asdict(info).items() if v not in (None, {}, ())}},
         plan=dict(plan_info),
         scrapes=tuple(scrapes),
     )
+
+
+def _secrets(options: Options) -> list[str]:
+    """What a server may repeat in an error and nobody may write down: the key and the values of --header."""
+    words = [word for value in options.headers.values() for word in value.split() if len(word) >= _SECRET_CHARS]
+    key = os.environ.get("OPENAI_API_KEY", "")
+    return [key, *words] if len(key) > 3 else words
+
+
+def _without_secrets(record: RequestRecord, secrets: Sequence[str]) -> RequestRecord:
+    if record.failure is None:
+        return record
+    detail = record.failure.detail
+    for secret in secrets:
+        detail = detail.replace(secret, "***")
+        for size in range(len(secret) - 1, 3, -1):  # the detail was cut in the middle of it
+            if detail.endswith(f"{secret[:size]}…"):
+                detail = f"{detail[: -size - 1]}***…"
+    if detail == record.failure.detail:
+        return record
+    return replace(record, failure=replace(record.failure, detail=detail))
 
 
 def options_to_save(options: Options) -> dict[str, Any]:

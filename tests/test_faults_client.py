@@ -7,13 +7,14 @@ not later than the next bytes were. docs/faults.md maps the kinds to tests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -532,7 +533,7 @@ def test_k13_silence_ends_a_request_within_its_limit(transport: str) -> None:
     assert failure(record) == (FailureKind.SILENCE, "nothing more for 0.5 s")
     fits(record, post, [1, 2])
     assert record.end_ns is not None and record.last_token_ns is not None
-    assert 0.5e9 <= record.end_ns - record.last_token_ns < 5e9
+    assert 0.49e9 <= record.end_ns - record.last_token_ns < 5e9  # asyncio's timers are a millisecond wide
     record, _, _ = one(lambda number, a: [(60_000, HEAD)], transport, idle_timeout_s=0.5)
     assert failure(record) == (FailureKind.SILENCE, "no byte of an answer for 0.5 s")
     assert record.status is None and record.first_byte_ns is None
@@ -547,8 +548,8 @@ def test_k13_a_server_that_drips_is_ended_by_the_request_limit_alone(transport: 
 
     record, _, _ = one(reply, transport, idle_timeout_s=2, request_timeout_s=1)
     assert failure(record) == (FailureKind.TOTAL_TIMEOUT, "not over after 1 s")
-    assert record.end_ns is not None and record.sent_ns is not None
-    assert 1e9 <= record.end_ns - record.sent_ns < 4e9
+    assert record.end_ns is not None
+    assert 1e9 <= record.end_ns - record.planned_ns < 10e9
 
 
 def test_k13_a_connection_that_is_never_accepted_times_out(transport: str) -> None:
@@ -738,15 +739,47 @@ def test_a_server_that_is_killed_in_mid_run(transport: str, tmp_path: Path) -> N
     assert set(counts["failures"]) <= {"refused", "cut-off"} and counts["failures"]["refused"] >= 40
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_is_complete(tmp_path: Path) -> None:
-    """A file size limit of 4 KiB stands for the disk: requests.jsonl of 40 requests does not fit, a few lines do."""
+def on_a_disk_of(size_kib: int, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """40 requests with --out on a disk of its own, in a mount namespace of its own; the folder is copied out of it."""
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
     with ScriptedServer(quick) as server:
-        flags = f"--concurrency 4 --requests 40 --out {tmp_path / 'run'} {' '.join(QUICK)}"
-        command = f"ulimit -f 4; trap '' XFSZ; exec {sys.executable} -m loadgen --url {server.url} {flags}"
-        result = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=60)
+        flags = f"--concurrency 4 --requests 40 --out {disk / 'run'} {' '.join(QUICK)}"
+        script = f"mount -t tmpfs -o size={size_kib}k none {disk} || exit 77; "
+        script += f"{sys.executable} -m loadgen --url {server.url} {flags}; s=$?; cp -r {disk} {copy}; exit $s"
+        result = subprocess.run(
+            ["unshare", "-m", "bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=60
+        )
+    if result.returncode == 77 or "unshare" in result.stderr:
+        pytest.skip("a small disk needs root")
+    return result
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_is_complete(tmp_path: Path) -> None:
+    """requests.jsonl of 40 requests takes 21 KiB, run.json does not fit behind it."""
+    result = on_a_disk_of(32, tmp_path)
     assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr and "could not be written" in result.stderr
-    assert not (tmp_path / "run").exists()
+    assert len(result.stderr.strip().splitlines()) == 1 and "No space left on device" in result.stderr
+    assert "40 ok" in result.stdout  # the numbers are printed all the same
+    lines = (tmp_path / "copy" / "run.incomplete" / "requests.jsonl").read_bytes().splitlines()
+    assert len(lines) == 40 and all(orjson.loads(line)["ok"] for line in lines)
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["run.incomplete"]
+
+
+def test_a_disk_too_full_for_anything_leaves_nothing_half(tmp_path: Path) -> None:
+    result = on_a_disk_of(12, tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1 and "No space left on device" in result.stderr
+    assert "40 ok" in result.stdout
+    assert list((tmp_path / "copy").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_load(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with ScriptedServer(quick) as server:
+        result = cli("--url", server.url, "--concurrency", "1", *QUICK, "--out", str(tmp_path / "file" / "run"))
+        assert server.posts() == []
+    assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1 and "--out" in result.stderr
 
 
 # ---------------------------------------------------------------- K19: the way to the server
@@ -860,10 +893,21 @@ def test_done_ends_the_answer_even_if_the_connection_stays_open(transport: str) 
 
 
 def test_tls_against_a_server_that_speaks_plain_http() -> None:
-    with ScriptedServer(quick) as server:
-        run = load(server.url.replace("http:", "https:"), "auto", model="m")
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve)
+        server.start()
+        run = load(f"https://127.0.0.1:{listener.getsockname()[1]}", "auto", model="m")
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join()
     assert failure(run.records[0])[0] is FailureKind.TLS
-    assert ssl.OPENSSL_VERSION
 
 
 def test_headers_without_end_are_too_large(transport: str) -> None:
