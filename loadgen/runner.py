@@ -9,6 +9,8 @@ queue holds at most `_BACKLOG_BYTES` of raw answers; above that the slices grow,
 Closed loop: N slots; a slot asks for its next request the moment its answer is over, and latency counts from there.
 Open loop: every request has an absolute due time; a slow answer delays no other request. With a cap on what is in
 flight a request may wait for its turn, and that wait is in its latency, because latency counts from the plan.
+Sessions: a later turn is due when the turns before it have ended and its think time is over. In a closed loop it holds
+no slot meanwhile.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import gc
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from loadgen.clock import NS_PER_MS, Clock, MonotonicClock
 from loadgen.plan import Plan, Planned
@@ -32,6 +35,7 @@ _LEAD_NS = 50 * NS_PER_MS  # a task is made, and a connection found, this long b
 _SLICE_NS = NS_PER_MS  # the reducer yields to the reads after this long
 _BACKLOG_BYTES = 64 << 20
 _LAG_PERIOD_S = 0.02
+_MOST_ASIDE = 4096  # turns of a closed loop that may wait for their predecessors before no more are read
 _REFUSED_PAUSE_NS = 100 * NS_PER_MS  # a refused slot waits, or a dead server would be asked 10,000 times/s
 
 
@@ -62,6 +66,7 @@ class Outcome:
     interrupted: bool
     unfinished: int
     skipped: int
+    trace: Mapping[str, Any] | None = None  # what became of the rows of a trace, as far as this worker read it
 
 
 StartAt = Callable[[], Awaitable[int]]  # awaited when the warm-up is over; gives the common absolute start
@@ -74,6 +79,15 @@ class _State:
     records: dict[int, RequestRecord] = field(default_factory=dict)
     by_id: dict[str, RequestRecord] = field(default_factory=dict)  # only of requests that another one waits for
     ended: dict[str, asyncio.Event] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Aside:
+    """Turns of a closed loop that could not start when they were read."""
+
+    ripe: deque[Planned] = field(default_factory=deque)  # their time has come
+    num_waiting: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Runner:
@@ -173,9 +187,11 @@ class Runner:
         return None if self._plan.duration_ns is None else start_ns + self._plan.duration_ns
 
     async def _in_slots(self, feed: Iterator[Planned], slots: int, deadline_ns: int | None = None) -> None:
+        aside = _Aside()
+
         async def slot() -> None:
             while deadline_ns is None or self._clock.now_ns() < deadline_ns:
-                planned = next(feed, None)
+                planned = await self._next_ready(feed, aside, deadline_ns)
                 if planned is None:
                     return
                 exchange = await self._send_now(*planned)
@@ -185,6 +201,33 @@ class Runner:
         for _ in range(slots):
             self._spawn(slot())
         await self._all_over()
+
+    async def _next_ready(self, feed: Iterator[Planned], aside: _Aside, deadline_ns: int | None) -> Planned | None:
+        """The next request that may start now; a turn that must wait is set aside, and comes first when it is ripe."""
+        while True:
+            if aside.ripe:
+                return aside.ripe.popleft()
+            planned = next(feed, None) if aside.num_waiting < _MOST_ASIDE else None
+            if planned is not None and not planned[1].after:
+                return planned
+            if planned is not None:
+                aside.num_waiting += 1
+                self._spawn(self._ripen(planned, aside, deadline_ns))
+            elif aside.num_waiting:
+                aside.changed.clear()
+                await aside.changed.wait()
+            else:
+                return None
+
+    async def _ripen(self, planned: Planned, aside: _Aside, deadline_ns: int | None) -> None:
+        due_ns = await self._predecessors(planned[1])
+        if deadline_ns is None or due_ns < deadline_ns:
+            await self._transport.sleep_until_ns(due_ns)
+            aside.ripe.append(planned)
+        else:
+            self._never_starts(planned[1])
+        aside.num_waiting -= 1
+        aside.changed.set()
 
     async def _open_loop(self, feed: Iterator[Planned], start_ns: int) -> None:
         deadline_ns = self._deadline(start_ns)
@@ -196,7 +239,7 @@ class Runner:
                     break
                 if due_ns - _LEAD_NS > self._clock.now_ns():
                     await self._transport.sleep_until_ns(due_ns - _LEAD_NS)
-            self._spawn(self._send_at(index, request, due_ns, cap))
+            self._spawn(self._send_at(index, request, due_ns, cap, deadline_ns))
         await self._all_over()
 
     def _spawn(self, coroutine: Awaitable[None]) -> None:
@@ -218,15 +261,21 @@ class Runner:
     # ------------------------------------------------------------------ one request
 
     async def _send_now(self, index: int, request: Request) -> Exchange:
-        if request.after:
-            await self._predecessors(request)
         return await self._send(index, request, self._clock.now_ns(), None)
 
     async def _send_at(
-        self, index: int, request: Request, due_ns: int, cap: contextlib.AbstractAsyncContextManager[object]
+        self,
+        index: int,
+        request: Request,
+        due_ns: int,
+        cap: contextlib.AbstractAsyncContextManager[object],
+        deadline_ns: int | None,
     ) -> None:
         if request.after:
-            due_ns = await self._predecessors(request)
+            due_ns = max(due_ns, await self._predecessors(request))
+            if deadline_ns is not None and due_ns >= deadline_ns:
+                self._never_starts(request)
+                return
         async with cap:
             await self._send(index, request, due_ns, due_ns)
 
@@ -234,7 +283,8 @@ class Runner:
         snapshot = self.snapshot
         body = request.body
         if request.make_body is not None:
-            body = request.make_body({name: self._state.by_id[name] for name in request.after})
+            ended = self._state.by_id
+            body = request.make_body({name: ended[name] for name in request.after if name in ended})
         measured = request.phase is Phase.MEASURED
         if measured:
             snapshot.started += 1
@@ -250,6 +300,8 @@ class Runner:
         if request.id in self._state.ended:  # another turn waits for this answer: read it at once
             record = self._reduce(index, request, exchange, planned_ns)
             self._state.by_id[request.id] = record
+            if not self._plan.keep_text:  # it was read for the next turn only
+                self._state.records[index] = replace(record, text=None, tool_calls=None)
             self._state.ended[request.id].set()
         else:
             self._queue.append((index, request, exchange, planned_ns))
@@ -263,13 +315,23 @@ class Runner:
                 self._state.ended[planned[1].id] = asyncio.Event()
             yield planned
 
+    def _never_starts(self, request: Request) -> None:
+        """Let go what waits for a request that is due after the end."""
+        if (ended := self._state.ended.get(request.id)) is not None:
+            ended.set()
+
     async def _predecessors(self, request: Request) -> int:
-        """Wait until all of `after` have ended; gives the due time: the last end plus the think time."""
+        """Wait until all of `after` have ended; gives the due time: the end of the first and the think time, and not
+        before the others' ends. Returns shortly before it."""
         for name in request.after:
             if (ended := self._state.ended.get(name)) is not None:
                 await ended.wait()
-        ends = [record.end_ns for name in request.after if (record := self._state.by_id.get(name)) and record.end_ns]
-        due_ns = max(ends, default=self._clock.now_ns()) + request.delay_ns
+        ends = [
+            record.end_ns + (0 if place else request.delay_ns)
+            for place, name in enumerate(request.after)
+            if (record := self._state.by_id.get(name)) is not None and record.end_ns is not None
+        ]
+        due_ns = max(ends, default=self._clock.now_ns())
         await self._transport.sleep_until_ns(due_ns - _LEAD_NS)
         return due_ns
 
@@ -318,6 +380,7 @@ class Runner:
             reads=facts.reads,
             unread_bytes=facts.unread_bytes,
             num_connections=facts.num_connections,
+            notes=self._plan.notes(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         )
         total, snapshot = self._plan.total, self.snapshot
@@ -329,6 +392,7 @@ class Runner:
             interrupted=self._stopping,
             unfinished=snapshot.in_flight,
             skipped=max(0, total - snapshot.started) if total is not None and self._stopping else 0,
+            trace=self._plan.trace_counts() if self._plan.trace_counts is not None else None,
         )
 
 
