@@ -56,7 +56,7 @@ _SWEEP_S = 0.25  # how often timeouts are looked for
 _LINGER_S = 0.001  # how long [DONE] waits for the end of the message, so that the connection can be used again
 _OPEN_AT_ONCE = 256
 _STALL_NS = (38 * NS_PER_MS, 46 * NS_PER_MS)  # a delayed ACK holds a Nagle sender back for 40 ms
-_STALLS = 4  # so many of them in one answer are no chance
+_STALLS = 4  # so many of them are no chance, in one answer or in one of two answers
 _EPOLLIN = select.EPOLLIN if SUPPORTED else 1
 _EPOLLOUT = select.EPOLLOUT if SUPPORTED else 4
 
@@ -197,7 +197,8 @@ class Wire:
         self._pace = _Pace()
         self._offset_ns = _realtime_offset_ns()
         self._drained_ns = now_ns()
-        self._quick_acks = False  # True: a stall was seen, leave the kernel's default alone
+        self._quick_acks = False  # True: stalls were seen, leave the kernel's default alone
+        self._watched = self._stalled = 0  # answers without quick ACKs, and those with a stall
         self._reads = 0
         self._opened = 0
         self._sweeper: asyncio.TimerHandle | None = None
@@ -645,19 +646,22 @@ class Wire:
                 connection.sock.setsockopt(socket.IPPROTO_TCP, _TCP_QUICKACK, 0)
 
     def _watch_for_stalls(self, connection: _Connection) -> None:
-        """A server that waits for our ACKs shows gaps of 40 ms, each followed by several events in one read."""
+        """A server that waits for our ACKs shows gaps of 40 ms, each followed by several events in one read. Some
+        kernels end that after the first stall of an answer, others do not."""
         if not connection.nodelay_server or self._quick_acks or len(connection.pieces) < 3 * _STALLS:
             return
         stamps, pieces = connection.stamps, connection.pieces
-        if stamps[-1] - stamps[0] < _STALLS * _STALL_NS[0]:
+        self._watched += 1
+        if stamps[-1] - stamps[0] < _STALL_NS[0]:
             return
         gaps = np.diff(np.asarray(stamps))
         late = np.flatnonzero((gaps >= _STALL_NS[0]) & (gaps <= _STALL_NS[1])) + 1
-        if len(late) < _STALLS:
+        if not len(late):
             return
         usual = sorted(map(len, pieces))[len(pieces) // 2]
         stalls = sum(len(pieces[index]) > 1.5 * usual for index in late)
-        if stalls >= _STALLS:
+        self._stalled += stalls > 0
+        if stalls >= _STALLS or self._stalled >= max(_STALLS, self._watched / 2):
             self._quick_acks = True
             for other in self._connections.values():
                 other.nodelay_server = False
