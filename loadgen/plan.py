@@ -9,7 +9,7 @@ requests belong to worker 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -45,6 +45,8 @@ class Plan:
     duration_ns: int | None = None  # no request starts later than this after the start
     keep_text: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)  # how it was made; goes into run.json
+    notes: Callable[[], tuple[str, ...]] = tuple  # doubts for the report; asked when the run is over
+    trace_counts: Callable[[], Mapping[str, Any]] | None = None  # what became of a trace's rows; asked likewise
 
 
 def num_requests(options: Options) -> int | None:
@@ -75,6 +77,8 @@ def _worker_share(total: int | None, worker: int, workers: int) -> int | None:
 async def make_plan(options: Options, info: ServerInfo, transport: Transport, worker: int = 0) -> Plan:
     """The plan of worker `worker` of options.workers. Raises UsageError where options and server do not fit."""
     assert options.seed is not None
+    if options.trace is not None:
+        return await _trace_plan(options, info, transport, worker)
     arrival_seed, length_seed, prompt_seed = np.random.SeedSequence(options.seed).spawn(3)
     total = num_requests(options)
     warmup = num_warmup(options) if worker == 0 else 0
@@ -82,9 +86,6 @@ async def make_plan(options: Options, info: ServerInfo, transport: Transport, wo
     bodies = _Bodies(options, info, prompts)
     lengths = _lengths(options, length_seed)
     before = tuple(_before(bodies, lengths, options, warmup))
-    open_loop = options.rate is not None or (options.trace is not None and options.concurrency is None)
-    if options.trace is not None:
-        raise NotImplementedError
     offsets: Iterator[int | None] = iter(lambda: None, 0)
     if options.rate is not None:
         offsets = offsets_ns(
@@ -113,7 +114,7 @@ async def make_plan(options: Options, info: ServerInfo, transport: Transport, wo
         before=before,
         measured=measured,
         total=share,
-        open_loop=open_loop,
+        open_loop=options.rate is not None,
         concurrency=slots,
         warmup_concurrency=options.concurrency or 1,
         connections=min(slots or _OPEN_LOOP_CONNECTIONS, share or _MAX_PREOPENED, _MAX_PREOPENED),
@@ -125,6 +126,39 @@ async def make_plan(options: Options, info: ServerInfo, transport: Transport, wo
             "arrival": options.arrival if options.rate is not None else "closed loop",
             "prompts": prompts.info,
         },
+    )
+
+
+async def _trace_plan(options: Options, info: ServerInfo, transport: Transport, worker: int) -> Plan:
+    from loadgen.trace_plan import make_trace_plan
+
+    arrival_seed, _, prompt_seed = np.random.SeedSequence(options.seed).spawn(3)
+    trace = await make_trace_plan(
+        options,
+        info,
+        transport,
+        arrival_seed=arrival_seed,
+        prompt_seed=prompt_seed,
+        warmup=num_warmup(options) if worker == 0 else 0,
+        first=num_warmup(options),
+        worker=worker,
+    )
+    slots = options.concurrency
+    if slots is not None:
+        slots = max(1, _worker_share(slots, worker, options.workers) or 0)
+    return Plan(
+        before=trace.before,
+        measured=trace.measured,
+        total=trace.total,
+        open_loop=options.rate is not None or options.concurrency is None,
+        concurrency=slots,
+        warmup_concurrency=options.concurrency or 1,
+        connections=min(slots or _OPEN_LOOP_CONNECTIONS, trace.total or _MAX_PREOPENED, _MAX_PREOPENED),
+        duration_ns=None if options.duration_s is None else round(options.duration_s * 1e9),
+        keep_text=options.save_text,
+        info={"seed": options.seed, "requests": options.requests, **trace.info},
+        notes=trace.notes,
+        trace_counts=trace.counts,
     )
 
 

@@ -7,10 +7,15 @@ while there are enough tokens to choose from). `--shared-prefix-tokens` puts the
     text   common English words that the server's own /tokenize says are one token each: exact where it has one, else
            about one token a word; the report shows the server's count beside the wished one
     file   --prompts: one prompt a line, or JSON Lines with "prompt" (or "text_input", "messages") and "output_tokens"
+
+A trace says which parts of its prompts are the same: such a prompt is a list of Chunks. Equal keys are equal tokens,
+other keys differ from their first tokens on, and a chunk without a key is like no other.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +84,9 @@ wood word work world would write written wrong yard year yellow yes yet you youn
 """.split()
 
 
+Chunk = tuple[int | None, int]  # key (None: unique to the request), tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """content: text, token ids, or chat messages. output_tokens only where a file asks for a length."""
@@ -120,6 +128,7 @@ class Synthetic:
         self._second: list[Any] = table[generator.permutation(self._count)].tolist()
         self._pool: list[Any] = table[generator.integers(0, self._count, _POOL)].tolist()
         self._prefix: list[Any] = table[generator.integers(0, self._count, shared_prefix_tokens)].tolist()
+        self._of_key: list[Any] = table[generator.permutation(self._count)].tolist()
 
     def prompt(self, index: int, length: int) -> Prompt:
         own = max(1, length - self._overhead) - len(self._prefix)
@@ -131,6 +140,34 @@ class Synthetic:
         content = self._prefix + head + body
         return Prompt(" ".join(content) if self._as_text else content, length)
 
+    def of_chunks(self, index: int, chunks: Sequence[Chunk]) -> Prompt:
+        """The prompt of request `index` that is made of these chunks, as many tokens long as they are together.
+
+        What a chat template adds is taken off the first chunks' ends: the template's tokens stand before them in every
+        prompt, so equal chunks stay equal. At least one token is left.
+        """
+        content: list[Any] = []
+        length = sum(tokens for _, tokens in chunks)
+        cut = min(self._overhead, length - 1)
+        for key, tokens in chunks:
+            if cut:
+                cut, tokens = max(0, cut - tokens), max(0, tokens - cut)
+            if key is not None:
+                content += self._keyed(key, tokens)
+            else:
+                head = [self._first[index % self._count], self._second[index // self._count % self._count]][:tokens]
+                content += head + self._slice(index * 7919, tokens - len(head))
+        return Prompt(" ".join(content) if self._as_text else content, length)
+
+    def _keyed(self, key: int, tokens: int) -> list[Any]:
+        """The first `tokens` tokens of the endless stream of a key: three that spell it, then a piece of the pool."""
+        count = self._count
+        mixed = (key + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 29
+        of_key = self._of_key
+        head = [of_key[key % count], of_key[key // count % count], of_key[(mixed >> 16) % count]][:tokens]
+        return head + self._slice(mixed, tokens - len(head))
+
     def _slice(self, start: int, length: int) -> list[Any]:
         pool = self._pool
         start %= _POOL
@@ -138,6 +175,28 @@ class Synthetic:
         while len(taken) < length:
             taken = taken + pool[: length - len(taken)]
         return taken
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def key_of(name: str) -> int:
+    """A number for the key of a chunk that is known by name: far apart for any two names, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=12).digest(), "big") << 20
+
+
+def block_chunks(ids: Sequence[int], block_size: int, length: int, scope: str | None = None) -> list[Chunk]:
+    """Chunks of a prompt of `length` tokens from the ids of its blocks: the last may be partly filled, a tail behind
+    them is the request's own; where length was clipped, the ids behind it are left out."""
+    base = 0 if scope is None else key_of(scope)
+    chunks: list[Chunk] = []
+    left = length
+    for block in ids:
+        if left <= 0:
+            break
+        chunks.append((base + block, min(block_size, left)))
+        left -= block_size
+    if left > 0:
+        chunks.append((None, left))
+    return chunks
 
 
 @dataclass(frozen=True)
@@ -188,6 +247,14 @@ async def make_prompts(
     kind = options.prompt_kind
     if kind == "auto":
         kind = "ids" if info.takes_token_ids and not chat else "text"
+    return await make_synthetic(options, info, transport, seed, kind)
+
+
+async def make_synthetic(
+    options: Options, info: ServerInfo, transport: Transport, seed: np.random.SeedSequence | int, kind: str
+) -> Synthetic:
+    """Synthetic prompts of kind "ids" or "text", of tokens that the server's own tokenizer knows."""
+    chat = options.endpoint == "chat"
     tokenizer = _Tokenizer(transport, info) if info.takes_token_ids else None
     words, ids = await _single_token_words(tokenizer) if tokenizer else ([], [])
     exact = bool(words)

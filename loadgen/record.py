@@ -74,7 +74,8 @@ class Request:
     """One request of the plan. `body` is the JSON as it goes out, serialised before its time.
 
     planned_ns: ns after the start of its phase (open loop), or None (closed loop: when a slot asks for it).
-    after, delay_ns: session pacing: start delay_ns after the last of these ids has ended (planned_ns is then None).
+    after, delay_ns: session pacing: start when all of these ids have ended, delay_ns after the end of the first of
+        them, and not before planned_ns.
     make_body: for turns whose body needs the earlier answers; called with the records of `after` when it is due.
     """
 

@@ -417,9 +417,18 @@ def merge(
         unfinished=unfinished,
         skipped=sum(outcome.skipped for outcome in outcomes),
         server={"url": base_url(options.url), **{k: v for k, v in asdict(info).items() if v not in (None, {}, ())}},
-        plan=dict(plan_info),
+        plan=_with_trace(plan_info, outcomes, sum(r.phase is Phase.MEASURED for r in records) + unfinished),
         scrapes=tuple(scrapes),
     )
+
+
+def _with_trace(plan_info: Mapping[str, Any], outcomes: Sequence[Outcome], started: int) -> dict[str, Any]:
+    counts = [outcome.trace for outcome in outcomes if outcome.trace is not None]
+    if not counts:
+        return dict(plan_info)
+    from loadgen.trace_plan import settled
+
+    return {**plan_info, "trace": settled(counts, started)}
 
 
 def _secrets(options: Options) -> list[str]:
