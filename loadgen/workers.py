@@ -59,6 +59,11 @@ def run_load(options: Options, *, progress: Progress | None = None) -> Run:
     Raises UnusableServer when there is no server or no model, UsageError when this machine's limits are too low or the
     options do not fit the server.
     """
+    if options.concurrency is not None and options.workers > options.concurrency:
+        raise UsageError(
+            f"--workers must be at most --concurrency ({options.concurrency}), not {options.workers}: "
+            "a worker needs a slot of its own"
+        )
     if options.seed is None:
         options = options.replace(seed=secrets.randbits(31))
     progress = progress or _Silent()

@@ -679,7 +679,12 @@ def test_k17_every_body_says_everything_the_warm_up_too(transport: str, tmp_path
 def started(server: ScriptedServer, transport: str, out: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "loadgen", "--url", server.url, "--transport", transport, "--out", str(out)]
     return subprocess.Popen(
-        [*command, *QUICK, *more], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *QUICK, *more],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own, so that a test can press Ctrl-C
     )
 
 
