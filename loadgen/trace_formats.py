@@ -325,12 +325,11 @@ def _rows_of(parse: Callable[[_File, int, dict[str, Any]], TraceRow]) -> Callabl
 
 def _count(value: Any, name: str) -> int:
     """Tokens: a whole number of 0 or more, as JSON or as CSV has it."""
-    number = value
-    if isinstance(value, str):
-        number = int(value) if value.strip().isdigit() else None
-    if type(number) is not int or number < 0:
+    if type(value) is str and (value.isdigit() or value.strip().isdigit()):
+        return int(value)
+    if type(value) is not int or value < 0:
         raise ValueError(f"{name} must be a whole number of 0 or more, not {value!r}")
-    return number
+    return value
 
 
 def _seconds_ns(value: Any, name: str) -> int:
@@ -617,80 +616,95 @@ def _weka_requests(
 # ---------------------------------------------------------------- CSV
 
 
-def _table(file: _File, needed: set[str]) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """Rows of a CSV file as (line, {column: text}); a row of the wrong width is an error."""
-    numbers: list[int] = [0]
+def _table(file: _File, needed: set[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """The names of the columns and the rows of a CSV file; a row of the wrong width is an error."""
+    number = 0
 
     def texts() -> Iterator[str]:
-        for number, line in file.lines:
-            numbers[0] = number
+        nonlocal number
+        for number, line in file.lines:  # noqa: B007  # the row that csv gives next is of this line
             yield line.decode("utf-8", "replace")
 
     rows = csv.reader(texts())
     columns = [column.strip() for column in next(rows)]
     if missing := needed - set(columns):
-        raise TraceError(f"{file.name}, line {numbers[0]}: no column {', '.join(sorted(missing))}")
-    width = len(columns)
-    for values in rows:
-        if len(values) != width:
-            raise TraceError(f"{file.name}, line {numbers[0]}: {len(values)} columns, the header has {width}")
-        yield numbers[0], dict(zip(columns, values, strict=True))
+        raise TraceError(f"{file.name}, line {number}: no column {', '.join(sorted(missing))}")
+
+    def values() -> Iterator[tuple[int, list[str]]]:
+        for row in rows:
+            if len(row) != len(columns):
+                raise TraceError(f"{file.name}, line {number}: {len(row)} columns, the header has {len(columns)}")
+            yield number, row
+
+    return columns, values()
 
 
 def _csv_reader(
     needed: set[str], parse: Callable[[_File, int, Mapping[str, str]], TraceRow]
 ) -> Callable[[_File], Iterator[TraceRow]]:
     def read(file: _File) -> Iterator[TraceRow]:
-        for number, row in _table(file, needed):
+        columns, rows = _table(file, needed)
+        for number, row in rows:
             try:
-                yield parse(file, number, row)
+                yield parse(file, number, dict(zip(columns, row, strict=True)))
             except ValueError as error:
                 raise TraceError(f"{file.name}, line {number}: {error}") from None
 
     return read
 
 
-_WALL_CLOCK = re.compile(
-    r"(\d{4}-\d{2}-\d{2})[T ](\d{2}):(\d{2}):(\d{2})(?:\.(\d{1,9}))?(?:(Z)|([+-])(\d{2}):?(\d{2}))?"
-)
-
-
-@functools.lru_cache(maxsize=64)
-def _day_ticks(text: str) -> int:
-    return date.fromisoformat(text).toordinal() * 864_000_000_000
+_SECOND = re.compile(r"(\d{4}-\d{2}-\d{2})[T ](\d{2}):(\d{2}):(\d{2})")
+_FRACTION = re.compile(r"(?:\.(\d{1,9}))?(?:Z|([+-])(\d{2}):?(\d{2}))?")
 
 
 def wall_clock_ticks(text: str) -> int:
     """100 ns ticks of an ISO-like time with 0 to 9 fraction digits; without a zone it is UTC, as differences are all
     that matters. Raises ValueError."""
-    match = _WALL_CLOCK.fullmatch(text.strip())
+    fraction = text[20:]
+    if text[19:20] == "." and fraction.isdigit() and len(fraction) == 7:  # as Azure 2023 has them
+        return _second_ticks(text[:19]) + int(fraction)
+    text = text.strip()
+    match = _FRACTION.fullmatch(text, 19)
     if match is None:
         raise ValueError(f"not a time like 2023-11-16 18:17:03.9799600: {text!r}")
-    day, hours, minutes, seconds, fraction, _, sign, zone_hours, zone_minutes = match.groups()
-    ticks = _day_ticks(day) + ((int(hours) * 60 + int(minutes)) * 60 + int(seconds)) * 10_000_000
-    if fraction:
-        ticks += int(fraction[:7].ljust(7, "0"))
+    ticks = _second_ticks(text[:19])
+    digits, sign, hours, minutes = match.groups()
+    if digits:
+        ticks += int(digits[:7].ljust(7, "0"))
     if sign:
-        offset = (int(zone_hours) * 60 + int(zone_minutes)) * 600_000_000
+        offset = (int(hours) * 60 + int(minutes)) * 600_000_000
         ticks += -offset if sign == "+" else offset
     return ticks
 
 
+@functools.lru_cache(maxsize=1024)
+def _second_ticks(text: str) -> int:
+    match = _SECOND.fullmatch(text)
+    if match is None:
+        raise ValueError(f"not a time like 2023-11-16 18:17:03.9799600: {text!r}")
+    day, hours, minutes, seconds = match.groups()
+    return (
+        date.fromisoformat(day).toordinal() * 86_400 + (int(hours) * 60 + int(minutes)) * 60 + int(seconds)
+    ) * 10_000_000
+
+
 def _azure(file: _File) -> Iterator[TraceRow]:
+    columns, rows = _table(file, _COLUMNS["azure"])
+    at, length, output = (columns.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    images = columns.index("NumImages") if "NumImages" in columns else None
     first: int | None = None
-    for number, row in _table(file, _COLUMNS["azure"]):
+    for number, row in rows:
         try:
-            ticks = wall_clock_ticks(row["TIMESTAMP"])
+            ticks = wall_clock_ticks(row[at])
             if first is None:
                 first = ticks
-                file.found.time_origin = row["TIMESTAMP"]
-            images = row.get("NumImages")
+                file.found.time_origin = row[at]
             yield TraceRow(
                 number,
                 (ticks - first) * 100,
-                _count(row["ContextTokens"], "ContextTokens"),
-                _count(row["GeneratedTokens"], "GeneratedTokens"),
-                num_images=None if images is None else _count(images, "NumImages"),
+                _count(row[length], "ContextTokens"),
+                _count(row[output], "GeneratedTokens"),
+                num_images=None if images is None else _count(row[images], "NumImages"),
             )
         except ValueError as error:
             raise TraceError(f"{file.name}, line {number}: {error}") from None
