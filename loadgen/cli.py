@@ -150,9 +150,13 @@ _LOAD_FLAGS = [
         "--request-rate",
         type=click.FloatRange(min=0, min_open=True),
         metavar="R",
-        help="Open loop: R requests/s. With --trace: rescale it to this mean rate.",
+        help="Open loop: R requests/s. With --trace: its rows in order, at this rate.",
     ),
-    click.option("--arrival", type=click.Choice(list(ARRIVALS)), help="Gaps between arrivals. [default: poisson]"),
+    click.option(
+        "--arrival",
+        type=click.Choice([*ARRIVALS, "recorded"]),
+        help="Gaps between arrivals; recorded: the trace's own, stretched to --rate. [default: poisson]",
+    ),
     click.option(
         "--burstiness",
         type=click.FloatRange(min=0, min_open=True),
@@ -328,6 +332,8 @@ def _refuse_ignored(given: dict[str, Any], trace_options: dict[str, Any], needs_
         raise UsageError(f"--{_flag(next(iter(trace_options)))} needs --trace FILE")
     if has("arrival") and not has("rate"):
         raise UsageError("--arrival needs --rate R (requests/s)")
+    if given.get("arrival") == "recorded" and not has("trace"):
+        raise UsageError("--arrival recorded needs --trace FILE")
     if has("burstiness") and given.get("arrival") != "gamma":
         raise UsageError("--burstiness needs --arrival gamma")
     if has("trace"):
@@ -395,3 +401,76 @@ def run_command(**values: Any) -> int:
     from loadgen.run import run_and_report
 
     return run_and_report(options_from(values))
+
+
+@cli.group("trace")
+def trace_group() -> None:
+    """Look at recorded traces, convert them, make new ones. `loadgen --trace FILE` replays one."""
+
+
+_TRACE_FILE_FLAGS = flags(
+    [
+        click.argument("file", type=click.Path(exists=True, dir_okay=False)),
+        click.option("--trace-format", metavar="NAME", help="Force the format instead of recognising it."),
+        click.option("--block-size", type=COUNT, metavar="N", help="Tokens per hash id, where the file does not say."),
+    ]
+)
+
+
+@trace_group.command("describe")
+@_TRACE_FILE_FLAGS
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--plot", metavar="HTML", help="Write a page with the arrivals over time and the lengths.")
+def describe_command(file: str, **values: Any) -> int:
+    """Rows, rate, burstiness, lengths, prefix reuse, sessions, quirks."""
+    from loadgen.trace_tools import describe_file
+
+    return describe_file(file, **values)
+
+
+@trace_group.command("convert")
+@_TRACE_FILE_FLAGS
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--as",
+    "target",
+    type=click.Choice(["loadgen", "mooncake", "aiperf"]),
+    default="loadgen",
+    show_default=True,
+    help="Format of OUT.",
+)
+@click.option("--tokenizer", metavar="JSON", help="A tokenizer.json, to count answers that the file has as text.")
+def convert_command(file: str, out: str, **values: Any) -> int:
+    """Any trace that is read here to loadgen.trace/1, or to Mooncake's or AIPerf's format. OUT - is standard output."""
+    from loadgen.trace_tools import convert_file
+
+    return convert_file(file, out, **values)
+
+
+@trace_group.command("generate")
+@click.option("--arrival", type=click.Choice([*ARRIVALS, "none"]), default="poisson", show_default=True)
+@click.option(
+    "--burstiness", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Shape of gamma; 1 = Poisson."
+)
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Requests/s; sessions/s with --turns."
+)
+@click.option("--duration", "duration_s", type=SecondsType(), metavar="S")
+@click.option("--requests", type=COUNT, metavar="N", help="Requests; sessions with --turns.")
+@click.option(
+    "--input", "input", required=True, metavar="DRAW", help="Tokens: N, LO:HI or lognormal:MEDIAN,SIGMA[,MAX]."
+)
+@click.option("--output", "output", required=True, metavar="DRAW", help="Tokens, likewise.")
+@click.option("--seed", type=click.IntRange(min=0), required=True, metavar="S", help="Same seed, same bytes.")
+@click.option("--turns", metavar="DRAW", help="Sessions of so many turns; --input is what each turn adds.")
+@click.option("--think", "think_s", metavar="DRAW", help="Seconds between the turns of a session.")
+@click.option("--shared-prefix-tokens", type=click.IntRange(min=0), default=0, metavar="N", help="Before all prompts.")
+@click.option("--block-size", type=COUNT, metavar="N", help="Tokens per hash id.")
+@click.option("--max-input", type=COUNT, metavar="N", help="A session ends before its prompt is longer.")
+@click.option("--name", default="generated", show_default=True, help="In the header.")
+@click.option("--out", default="-", show_default=True, metavar="FILE", help="- is standard output.")
+def generate_command(out: str, **values: Any) -> int:
+    """Write a trace of drawn arrivals and lengths in the canonical format; the same flags give the same bytes."""
+    from loadgen.trace_tools import generate_file
+
+    return generate_file(out, values)
