@@ -111,8 +111,9 @@ run_server() {
     local before=(setsid)
     setpriv --pdeathsig TERM true 2>/dev/null && before+=(setpriv --pdeathsig TERM)
     num_oom_kills_before=$(num_oom_kills)
-    stop_signal=""
-    trap 'stop_signal=1' INT TERM HUP
+    stop_signal="" server_pid=""
+    # passed on at once: a signal between the test of stop_signal and `wait` would else wait for ever
+    trap 'stop_signal=1; [[ -z $server_pid ]] || kill -TERM "$server_pid" 2>/dev/null' INT TERM HUP
     "${before[@]}" env "${settings[@]}" "${command[@]}" >"$log" 2>&1 </dev/null &
     server_pid=$!
     trap 'end_group' EXIT
@@ -120,6 +121,7 @@ run_server() {
     until healthy; do
         [[ -z $stop_signal ]] || stop_server "$grace_s"
         if ! kill -0 "$server_pid" 2>/dev/null; then
+            [[ -z $stop_signal ]] || stop_server "$grace_s"
             wait "$server_pid" || status=$?
             end_group
             fail "$(reason $status) (log: $log)"
@@ -135,10 +137,9 @@ run_server() {
             last_told=$SECONDS
             say "$((SECONDS - begin)) s: $(last_line | cut -c -100)"
         fi
-        pause 1
+        pause 0.5
     done
     [[ -t 2 ]] && printf '\r\033[K' >&2
-    kill -0 "$server_pid" 2>/dev/null || fail "another server answers on port $port: --port with another number"
     echo "ready: http://$address:$port (log: $log)"
 
     while [[ -z $stop_signal ]]; do
@@ -167,13 +168,12 @@ pause() {
     wait $nap || kill $nap 2>/dev/null || true
 }
 
-# Ask the server to end, wait, end what is left of its group, and exit 0. A second signal does not wait.
+# The server has been asked to end: wait, end what is left of its group, and exit 0. A second signal does not wait.
 stop_server() {
     local deadline=$((SECONDS + $1))
     [[ -t 2 ]] && printf '\r\033[K' >&2
     say "stopping"
     stop_signal=""
-    kill -TERM "$server_pid" 2>/dev/null || true
     while kill -0 "$server_pid" 2>/dev/null && ((SECONDS < deadline)) && [[ -z $stop_signal ]]; do
         pause 0.2
     done
@@ -183,14 +183,23 @@ stop_server() {
 
 # No process of the server's group outlives us: an engine process that does keeps its GPU memory.
 end_group() {
-    local _
     trap - EXIT
     kill -TERM -- "-$server_pid" 2>/dev/null || kill -TERM "$server_pid" 2>/dev/null || return 0
-    for _ in {1..20}; do
-        kill -0 -- "-$server_pid" 2>/dev/null || return 0
+    group_is_gone 10 && return
+    kill -KILL -- "-$server_pid" 2>/dev/null || true
+    group_is_gone 20 || true
+}
+
+# group_is_gone N: within N tenths of a second. What has ended and waits for its parent to notice, is gone.
+group_is_gone() {
+    local _
+    for ((_ = 0; _ < $1; _++)); do
+        { cat /proc/[0-9]*/stat 2>/dev/null || true; } |
+            awk -v group="$server_pid" '{ sub(/.*\) /, "") } $3 == group && $1 != "Z" { alive = 1 } END { exit alive }' &&
+            return 0
         pause 0.1
     done
-    kill -KILL -- "-$server_pid" 2>/dev/null || true
+    return 1
 }
 
 plain_log() { sed 's/\x1b\[[0-9;]*[A-Za-z]//g; s/\r/\n/g' "$log" | tr -d '\000'; }

@@ -127,5 +127,5 @@ find_gpu() {
 # The largest --gpu-memory-utilization (two decimals, never rounded up) that what is free allows:
 # vLLM takes that share of the total, and refuses to start when less than it is free.
 highest_utilization() {
-    awk -v free="$1" -v total="$2" 'BEGIN { u = int(100 * free / total + 1e-9) / 100; printf "%.2f", u > 0 ? u : 0 }'
+    awk -v free="$1" -v total="$2" 'BEGIN { u = int(100 * free / total + 1e-9) / 100; printf "%.2f", (u > 0 ? u : 0) }'
 }

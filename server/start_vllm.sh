@@ -84,7 +84,7 @@ gpu_limits() {
     else
         # half a GiB for CUDA itself, which vLLM does not count; 0.90 leaves a desktop something to draw with
         highest=$(highest_utilization $((gpu_free_mib - 512)) "$gpu_total_mib")
-        command+=(--gpu-memory-utilization "$(awk -v h="$highest" 'BEGIN { printf "%.2f", h > 0.9 ? 0.9 : h }')")
+        command+=(--gpu-memory-utilization "$(awk -v h="$highest" 'BEGIN { printf "%.2f", (h > 0.9 ? 0.9 : h) }')")
     fi
     return 0
 }
