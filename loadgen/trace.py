@@ -144,7 +144,7 @@ def _parse_rest(
         raise ValueError(f"after must be a list of request ids, not {_shown(after)}")
     unknown = {name: value for name, value in fields.items() if name not in _KEYS}
     if unknown and unknown_keys is not None:
-        unknown_keys.update(unknown)
+        unknown_keys.update(unknown.keys())
     for name in ("request_id", "session_id", "hash_scope", "model", "output_text"):
         if (value := get(name)) is not None and type(value) is not str:
             raise ValueError(f"{name} must be a string, not {_shown(value)}")
@@ -283,7 +283,7 @@ def row_fields(row: TraceRow) -> dict[str, Any]:
         fields["delay"] = ms(row.delay_ns)
     for key in _PLAIN_FIELDS:
         if (value := getattr(row, key)) is not None and value != ():
-            fields[key] = value
+            fields[key] = list(value) if type(value) is tuple else value
     if row.content is not None:
         fields[row.content[0]] = row.content[1]
     return fields
