@@ -105,15 +105,17 @@ class Bare:
 
     def __init__(self, dtype: str = "auto", folder: str | None = None) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+        from server.machine import fast_dtype, saved_dtype
         from server.packaged_model import packaged_model
 
         self.torch = torch
         self.folder = folder or str(packaged_model())
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder, padding_side="left")
+        saved = saved_dtype(AutoConfig.from_pretrained(self.folder))
         self.model = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+            self.folder, dtype=fast_dtype(saved, "cpu") if dtype == "auto" else getattr(torch, dtype)
         ).eval()
 
     def generate(self, texts: list[str], tokens: int) -> list[list[int]]:

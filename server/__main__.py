@@ -48,7 +48,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--host", default="127.0.0.1", help="[%(default)s: this machine alone]")
     p.add_argument("--port", type=_at_least(0), default=8001, help="0: any free one [%(default)s]")
-    p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="auto: as saved")
+    p.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="auto: as saved, or float32 where that is faster on this CPU",
+    )
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--attn", help="attention of transformers: sdpa, eager, flash_attention_2 [default: its choice]")
     p.add_argument("--no-kv-cache", action="store_true", help="compute all of the sequence anew for every token")

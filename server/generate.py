@@ -44,6 +44,7 @@ from server.engine import (
     Sampling,
     StepItem,
 )
+from server.machine import device_of, fast_dtype, saved_dtype
 
 log = logging.getLogger("server")
 CACHE_STEP = 256  # tokens: with --compile the static KV cache is as long as a multiple of this
@@ -57,7 +58,7 @@ class UnusableModel(Exception):
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     model: str  # folder or hub name
-    dtype: str = "auto"  # auto (as saved), bfloat16, float16, float32
+    dtype: str = "auto"  # auto (as saved, if that is fast here), bfloat16, float16, float32
     device: str = "auto"  # auto, cpu, cuda
     attn: str | None = None  # None: transformers' choice; sdpa, eager, flash_attention_2, ...
     kv_cache: bool = True
@@ -80,7 +81,7 @@ class TransformersModel:
             self.tokenizer = AutoTokenizer.from_pretrained(options.model)
             self.model = AutoModelForCausalLM.from_pretrained(
                 options.model,
-                dtype=options.dtype if options.dtype == "auto" else getattr(torch, options.dtype),
+                dtype=self._dtype(),
                 attn_implementation=options.attn,
             )
         except Exception as error:  # any of transformers', safetensors', the hub's
@@ -110,6 +111,15 @@ class TransformersModel:
             self._compiled = {"cache_implementation": "static", "compile_config": config}
         # What the model's authors advise (sampling, penalties) must not change what a request asks for.
         self.model.generation_config = GenerationConfig(pad_token_id=self.pad_id)
+
+    def _dtype(self) -> torch.dtype:
+        if self.options.dtype != "auto":
+            return getattr(torch, self.options.dtype)
+        saved = saved_dtype(self.config.get_text_config())
+        dtype = fast_dtype(saved, self.device.type)
+        if dtype != saved:
+            log.info("%s instead of %s, which is slow on this CPU (--dtype decides)", dtype, saved)
+        return dtype
 
     # text
 
@@ -437,8 +447,7 @@ def sample(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, g
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = device_of(name)
     if name == "cuda" and not torch.cuda.is_available():
         raise UnusableModel("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     return torch.device(name)
