@@ -362,7 +362,9 @@ def _refuse_ignored(given: dict[str, Any], trace_options: dict[str, Any], needs_
 
 
 def _flag(name: str) -> str:
-    return {"from_s": "from", "to_s": "to", "max_gap_s": "max-gap"}.get(name, name.replace("_", "-"))
+    return {"from_s": "from", "to_s": "to", "max_gap_s": "max-gap", "round_s": "round-seconds"}.get(
+        name, name.replace("_", "-")
+    )
 
 
 # ---------------------------------------------------------------- commands
@@ -401,6 +403,77 @@ def run_command(**values: Any) -> int:
     from loadgen.run import run_and_report
 
     return run_and_report(options_from(values))
+
+
+@cli.command("report")
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
+@click.option(
+    "--as",
+    "as_tool",
+    type=click.Choice(["vllm", "guidellm", "aiperf", "sglang"]),
+    help="The same records in another tool's definitions.",
+)
+@click.option("--csv", "as_csv", is_flag=True, help="One line a metric and run.")
+@click.option("--json", "as_json", is_flag=True, help="The run.json documents, or --as as JSON.")
+@click.option("--html", metavar="FILE", help="Write the page of these runs.")
+def report_command(folders: tuple[str, ...], as_tool: str | None, as_csv: bool, as_json: bool, html: str | None) -> int:
+    """Tables and pages from saved run folders, any time later. The first is the baseline."""
+    from loadgen.report import main
+
+    return main([Path(folder) for folder in folders], as_tool=as_tool, as_csv=as_csv, as_json=as_json, html=html)
+
+
+@cli.command("explain")
+@click.option("--arms", metavar="LIST", help="serial,static-8,static-32,continuous-32,vllm-1,vllm-32,serial-no-kv.")
+@click.option("--streams", type=click.IntRange(min=2), default=32, show_default=True, metavar="N", help="Many streams.")
+@click.option("--width", type=click.IntRange(min=2), default=8, show_default=True, metavar="W", help="Static batch.")
+@click.option("--rounds", type=COUNT, default=3, show_default=True, metavar="N", help="Loads of each arm.")
+@click.option("--round-seconds", "round_s", type=SecondsType(), default="10s", show_default=True, metavar="S")
+@click.option("--model", metavar="M", help="Folder or hub name. [default: the packaged SmolLM2-135M-Instruct]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    help="Of all arms. [default: as saved, or float32 where that is faster on this CPU]",
+)
+@click.option("--input-tokens", type=SpanType(1), metavar="N|LO:HI", help="Prompt length. [default: 16:96]")
+@click.option("--output-tokens", type=SpanType(2), metavar="N|LO:HI", help="Answer length. [default: 16:48]")
+@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="[default: a new one, recorded]")
+@click.option("--vllm-args", default="", metavar="ARGS", help="More flags for vLLM, in one string.")
+@click.option("--reference-args", default="", metavar="ARGS", help="More flags for python -m server.")
+@click.option(
+    "--from-table",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Start nothing: ARM STREAMS TOKENS_PER_S a line.",
+)
+@click.option("--demo", is_flag=True, help="A small budget: serial, static-8, vllm-1 and vllm-N only.")
+@click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help="[default: runs/<UTC time>-explain]")
+@click.option("--json", "json_", is_flag=True, help="Print explain.json instead of the text.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def explain_command(**values: Any) -> int:
+    """Where does the factor come from? Starts transformers and vLLM in turn, loads each, takes the factor apart."""
+    from loadgen import explain
+
+    if values["from_table"]:
+        given = click.get_current_context().get_parameter_source
+        for name in (
+            "arms",
+            "rounds",
+            "round_s",
+            "model",
+            "device",
+            "dtype",
+            "demo",
+            "out",
+            "input_tokens",
+            "output_tokens",
+        ):
+            if given(name) is click.core.ParameterSource.COMMANDLINE:
+                raise UsageError(f"--{_flag(name)} would be ignored beside --from-table, which measures nothing")
+        return explain.explain_table(values["from_table"], values["json_"])
+    return explain.explain(explain.plan_from(values))
 
 
 @cli.group("trace")
