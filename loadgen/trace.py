@@ -321,16 +321,26 @@ def in_order(rows: Iterable[TraceRow], counts: Counts, name: str) -> Iterator[Tr
     weight = 0
     newest = given_out = -(1 << 62)
     by_time = itemgetter(0)
-    for row in rows:
+    broken: TraceError | None = None
+    rows = iter(rows)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            break
+        except TraceError as error:  # what was read before it still goes out
+            broken = error
+            break
         key = row.timestamp_ns
         if key is None:
             key = newest
         elif key < newest:
             counts.inversions += 1
             if key < given_out:
-                raise TraceError(
+                broken = TraceError(
                     f"{name}, line {row.line}: steps back in time over more than {len(held):,} rows; sort the file"
                 )
+                break
         newest = key
         held.append((key, row))
         if row.hash_ids is not None or row.content is not None:
@@ -346,6 +356,8 @@ def in_order(rows: Iterable[TraceRow], counts: Counts, name: str) -> Iterator[Tr
     held.sort(key=by_time)
     for _, row in held:
         yield row
+    if broken is not None:
+        raise broken
 
 
 # ---------------------------------------------------------------- replay
