@@ -16,11 +16,13 @@ MAX_BODY_BYTES = 256 << 20
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [^\r\n]*)?\r?$")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
-_DONE_LINE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\][ \t]*(?=[\r\n])")
+_DONE_LINE = re.compile(rb"[\r\n]data: ?\[DONE\][ \t]*(?=[\r\n])")
 
 
 class NotHttp(ValueError):
-    """The bytes are no HTTP/1.1 answer; the text says what was wrong."""
+    """The bytes are no HTTP/1.1 answer; the text says what was wrong. `before` is the body in front of the fault."""
+
+    before = b""
 
 
 class TooLarge(ValueError):
@@ -156,7 +158,11 @@ class Deframer:
             line = (self._line + piece[at:end]).rstrip(b"\r")
             self._line = b""
             at = end + 1
-            self._on_line(line)
+            try:
+                self._on_line(line)
+            except NotHttp as error:
+                error.before = b"".join(body)
+                raise
         if self.over and at < len(piece):
             self.excess = True
         return body[0] if len(body) == 1 else b"".join(body)

@@ -395,6 +395,8 @@ def _ragpulse(file: _File) -> Iterator[TraceRow]:
 
     def parse(file: _File, number: int, row: dict[str, Any]) -> TraceRow:
         length = _count(row["input_length"], "input_length")
+        if not isinstance(row["hash_ids"], dict):
+            raise ValueError("hash_ids must be an object of lists")
         chunks = [(kind, chunk) for kind, ids in row["hash_ids"].items() for chunk in ids]
         segments: list[dict[str, Any]] | None = None
         if tokens:
@@ -625,7 +627,13 @@ def _table(file: _File, needed: set[str]) -> tuple[list[str], Iterator[tuple[int
         for number, line in file.lines:  # noqa: B007  # the row that csv gives next is of this line
             yield line.decode("utf-8", "replace")
 
-    rows = csv.reader(texts())
+    def checked() -> Iterator[list[str]]:
+        try:
+            yield from csv.reader(texts())
+        except csv.Error as error:
+            raise TraceError(f"{file.name}, line {number}: {error}") from None
+
+    rows = checked()
     columns = [column.strip() for column in next(rows)]
     if missing := needed - set(columns):
         raise TraceError(f"{file.name}, line {number}: no column {', '.join(sorted(missing))}")

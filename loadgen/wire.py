@@ -91,15 +91,20 @@ def _unframe(exchange: WireExchange) -> tuple[list[bytes], array[int]]:
     deframer = Deframer(exchange.head.framing, exchange.head.length)
     decode = _decoder(exchange.headers.get("content-encoding", "identity").lower())
     for raw, stamp_ns in zip(exchange.pieces, exchange.stamps, strict=True):
+        fault = False
         try:
-            body = decode(deframer.feed(raw))
-        except (NotHttp, TooLarge):
-            break
+            body = deframer.feed(raw)
+        except (NotHttp, TooLarge) as error:
+            body, fault = getattr(error, "before", b""), True
+        try:
+            body = decode(body)
         except zlib.error as error:
             raise ValueError(f"content-encoding: {error}") from None
         if body:
             pieces.append(body)
             stamps.append(stamp_ns)
+        if fault:
+            break
     return pieces, stamps
 
 

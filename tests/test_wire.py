@@ -200,7 +200,8 @@ def test_every_framing_of_a_body_says_the_same(steps: list[Step]) -> None:
     exchange, answer = one(lambda number, request: steps)
     record = read(exchange)
     assert record.ok and (record.text, record.num_events, record.finish_reason) == ("abc", 3, "stop")
-    assert exchange.end_ns is not None and exchange.end_ns <= answer.sent[-1].after_ns + SLACK_NS
+    # a burst of tiny writes is held back by the sender's kernel, so "sent" is no exact truth here
+    assert exchange.end_ns is not None and exchange.end_ns <= answer.sent[-1].after_ns + 250_000_000
 
 
 @pytest.mark.parametrize(
