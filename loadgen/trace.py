@@ -209,9 +209,9 @@ def _ns(value: Any, name: str) -> int:
 def _check_ids(ids: Any) -> None:
     if type(ids) is not list:
         raise ValueError(f"hash_ids must be a list of whole numbers, not {_shown(ids)}")
-    for value in ids:
-        if type(value) is not int or value < 0:
-            raise ValueError(f"hash_ids must be whole numbers of 0 or more, not {_shown(value)}")
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0):  # a loop in C: there may be thousands
+        wrong = next(value for value in ids if type(value) is not int or value < 0)
+        raise ValueError(f"hash_ids must be whole numbers of 0 or more, not {_shown(wrong)}")
 
 
 def _check_segments(segments: Any, input_length: int | None) -> None:

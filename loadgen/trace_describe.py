@@ -10,9 +10,10 @@ without end, cold at the start of the file, would have had; its tokens are block
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import islice
@@ -78,30 +79,51 @@ class Seen:
         self._sparse: set[tuple[str | None, int]] = set()
         self.num_ids = 0
 
-    def leading_hits(self, scope: str | None, ids: Iterable[int]) -> tuple[int, bool]:
+    def leading_hits(self, scope: str | None, ids: Sequence[int]) -> tuple[int, bool]:
         """How many leading ids were seen before, and whether one was behind a new one; all are seen from now on."""
-        dense = self._dense.setdefault(scope, bytearray())
-        hits, gap, fresh = 0, False, False
+        if scope not in self._dense:
+            self._dense[scope] = bytearray()
+        dense = self._dense[scope]
+        top = max(ids, default=0)
+        hashes = top >= _DENSE_IDS
+        if hashes:
+            top = max((block for block in ids if block < _DENSE_IDS), default=0)
+        if top >= len(dense):
+            dense.extend(bytes(top + 1 - len(dense) + 4096))
+        if hashes:
+            return self._sparse_hits(scope, ids)
+        hits = 0
         for block in ids:
-            if block < len(dense):
-                known = dense[block]
-            elif block < _DENSE_IDS:
-                dense.extend(bytes(max(block + 1, len(dense)) - len(dense) + 4096))
-                known = 0
-            else:
-                known = (scope, block) in self._sparse
-                self._sparse.add((scope, block))
-            if known:
-                if fresh:
-                    gap = True
-                else:
-                    hits += 1
-                continue
-            fresh = True
-            self.num_ids += 1
+            if not dense[block]:
+                break
+            hits += 1
+        new = ids[hits:]
+        if not new:
+            return hits, False
+        low, high = new[0], new[0] + len(new)
+        if not any(dense[low:high]) and list(new) == list(range(low, high)):  # as in files that number ids as they come
+            dense[low:high] = b"\1" * len(new)
+            self.num_ids += len(new)
+            return hits, False
+        gap = False
+        for block in new:
+            gap = gap or bool(dense[block])
+            self.num_ids += not dense[block]
+            dense[block] = 1
+        return hits, gap
+
+    def _sparse_hits(self, scope: str | None, ids: Sequence[int]) -> tuple[int, bool]:
+        """The same where ids are hashes: a set. Small ones among them are in the bytes all the same."""
+        dense = self._dense[scope]
+        known = [dense[b] == 1 if b < _DENSE_IDS else (scope, b) in self._sparse for b in ids]
+        for block, seen in zip(ids, known, strict=True):
+            self.num_ids += not seen
             if block < _DENSE_IDS:
                 dense[block] = 1
-        return hits, gap
+            else:
+                self._sparse.add((scope, block))
+        hits = known.index(False) if False in known else len(known)
+        return hits, any(known[hits:])
 
 
 @dataclass(slots=True)
@@ -208,11 +230,17 @@ def describe(path: str | Path, trace_format: str | None = None, block_size: int 
 
 def _read(path: str | Path, trace_format: str | None, block_size: int | None) -> tuple[Trace, _Tally]:
     tally = _Tally()
-    with Trace(path, trace_format, block_size) as trace:
-        in_file_order = _with_prefixes(trace.raw_rows(), trace.block_size or 0, tally)
-        rows = in_order(in_file_order, trace.counts, trace.name)
-        while batch := list(islice(rows, _BATCH)):
-            _take(batch, tally)
+    collecting = gc.isenabled()
+    gc.disable()  # no cycles are made here, and the collector would go over the rows held again and again
+    try:
+        with Trace(path, trace_format, block_size) as trace:
+            in_file_order = _with_prefixes(trace.raw_rows(), trace.block_size or 0, tally)
+            rows = in_order(in_file_order, trace.counts, trace.name)
+            while batch := list(islice(rows, _BATCH)):
+                _take(batch, tally)
+    finally:
+        if collecting:
+            gc.enable()
     return trace, tally
 
 

@@ -110,7 +110,7 @@ def test_quantiles_of_counts_are_those_of_the_values(values: list[int]) -> None:
         assert made[key] == pytest.approx(float(np.quantile(values, q)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.one_of(st.integers(0, 9), st.just(2**40), st.just(2**63)), max_size=6), max_size=30))
 def test_leading_hits_are_those_of_a_set(rows: list[list[int]]) -> None:
     seen, known = Seen(), set[int]()
