@@ -8,8 +8,9 @@
     serial-no-kv  reference without its KV cache: what the cache is worth
 
 Every arm is loaded in rounds of about --round-seconds on one start of its server; its first load is not counted (the
-cold request, and a wave of all streams that warms up and tells how many waves make a round). The folder: explain.json, report.html,
-a run folder per arm and round, the servers' logs. The arithmetic is in factors.py, the words in explain_report.py.
+cold request, and a wave of all streams that warms up and tells how many waves make a round). The folder: explain.json,
+report.html, a run folder per arm and round, the servers' logs. The arithmetic is in factors.py, the words in
+explain_report.py.
 
 Needs the clone (it starts server/); the servers get a free port of this machine each, one at a time.
 """
@@ -441,7 +442,8 @@ def _document(
         m.arm.name: factors.static_account(
             sums[chosen.base.name],
             sums[m.arm.name],
-            arms[m.arm.name]["tokens_per_s"] / arms[chosen.base.name]["tokens_per_s"],
+            serial_per_s=arms[chosen.base.name]["output_tokens"] / arms[chosen.base.name]["seconds"],
+            static_per_s=arms[m.arm.name]["output_tokens"] / arms[m.arm.name]["seconds"],
         )
         for m in measured
         if m.arm.mode == "static" and m.arm.name in sums and chosen.base.name in sums

@@ -148,7 +148,7 @@ def _account(document: Document, name: str, account: Mapping[str, Any]) -> str:
     base = document["baseline"]
     arms = document["arms"]
     sums, alone = arms[name]["account"], arms[base]["account"]
-    rate, base_rate = number(arms[name]["tokens_per_s"]), number(arms[base]["tokens_per_s"])
+    rate, base_rate = (number(account["tokens_per_s"][kind]) for kind in ("static", "serial"))
     step = account["step_ms"]
     shares, base_shares = account["shares"]["static"], account["shares"]["serial"]
     rows = [
@@ -280,8 +280,8 @@ def sentences(document: Document) -> list[str]:
         name, base = account["arm"], document["baseline"]
         step, dead = account["step_ms"], 1 - account["live"]
         said.append(
-            f"{name} is {number(account['measured'])}x {base} ({number(arms[name]['tokens_per_s'])} against "
-            f"{number(arms[base]['tokens_per_s'])} tok/s): {number(account['rows'])} rows a step, {_percent(dead)} "
+            f"{name} is {number(account['measured'])}x {base} ({number(account['tokens_per_s']['static'])} against "
+            f"{number(account['tokens_per_s']['serial'])} tok/s): {number(account['rows'])} rows a step, {_percent(dead)} "
             f"of the row-steps dead, a step of {number(step['static'])} ms for one of {number(step['serial'])} ms, "
             f"{_percent(account['shares']['static']['decode'])} of the time in steps "
             f"({_percent(account['shares']['serial']['decode'])} of {base}); "

@@ -184,12 +184,15 @@ def shares(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def static_account(serial: Mapping[str, float], static: Mapping[str, float], measured: float) -> dict[str, Any]:
+def static_account(
+    serial: Mapping[str, float], static: Mapping[str, float], *, serial_per_s: float, static_per_s: float
+) -> dict[str, Any]:
     """static / serial = rows x live x step x decode, out of the servers' counters (sums as of batch_sums).
 
     rows: mean rows in a decode step of the batch. live: useful row-steps over all; the rest are dead rows. step: time
     of a serial decode step over that of the batch, t1 / tw. decode: share of the wall time in decode steps, dw / d1.
-    measured: the ratio of the clients' output tokens/s; unexplained: measured / product - 1. The shares say how
+    measured: the ratio of the clients' output tokens/s over the same rounds (all tokens over all seconds, as the
+    counters add them up); unexplained: measured / product - 1. The shares say how
     1 - d is made up. first_tokens: the tokens per useful row-step, static over serial (1 when answers are as long).
     """
     rows = static["row_steps"] / static["steps"] / (serial["row_steps"] / serial["steps"])
@@ -198,6 +201,7 @@ def static_account(serial: Mapping[str, float], static: Mapping[str, float], mea
     serial_shares, static_shares = shares(serial), shares(static)
     decode = static_shares["decode"] / serial_shares["decode"]
     product = rows * live * (t1 / tw) * decode
+    measured = static_per_s / serial_per_s
     return {
         "rows": rows,
         "live": live,
@@ -206,6 +210,7 @@ def static_account(serial: Mapping[str, float], static: Mapping[str, float], mea
         "product": product,
         "measured": measured,
         "unexplained": measured / product - 1,
+        "tokens_per_s": {"serial": serial_per_s, "static": static_per_s},
         "step_ms": {"serial": t1 * 1e3, "static": tw * 1e3},
         "shares": {"serial": serial_shares, "static": static_shares},
         "padding": static["padding_tokens"] / (static["padding_tokens"] + static["prompt_tokens"]),

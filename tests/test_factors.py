@@ -163,7 +163,7 @@ def test_account_of_a_batch_is_exact() -> None:
         200,
     )
     assert serial is not None and static is not None
-    account = static_account(serial, static, measured=(113 / 3.5) / (32 / 1.7))
+    account = static_account(serial, static, serial_per_s=32 / 1.7, static_per_s=113 / 3.5)
     assert account["rows"] == pytest.approx(4)
     assert account["live"] == pytest.approx(109 / 124)
     assert account["step"] == pytest.approx(0.5)
