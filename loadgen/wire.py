@@ -53,7 +53,8 @@ _MANY_STREAMS = 16  # from here on drain by the timer
 _PACE_NS = 50 * NS_PER_MS  # over this long the time between two reads of a stream is estimated
 _FAST_NS = 6 * NS_PER_MS  # streams faster than this are not left to the timer
 _SWEEP_S = 0.25  # how often timeouts are looked for
-_LINGER_S = 0.001  # how long [DONE] waits for the end of the message, so that the connection can be used again
+_LINGER_S = 0.001  # how long a request waits behind its [DONE] for the end of the message, to use its connection again
+_REST_NS = NS_PER_S  # how long a connection may wait for that end, without its request
 _OPEN_AT_ONCE = 256
 _STALL_NS = (38 * NS_PER_MS, 46 * NS_PER_MS)  # a delayed ACK holds a Nagle sender back for 40 ms
 _STALLS = 4  # so many of them are no chance, in one answer or in one of two answers
@@ -411,18 +412,22 @@ class Wire:
             self._epoll.modify(connection.fd, _EPOLLIN)
 
     def _finish(self, connection: _Connection, end_ns: int | None = None) -> None:
-        """The answer is over, at its [DONE] or at end_ns; the connection is used again only when the message, too,
-        ended cleanly."""
+        """The answer is over, at its [DONE] or at end_ns; the connection is used again when the message, too, has ended
+        cleanly."""
         exchange, future, deframer = connection.exchange, connection.future, connection.deframer
         assert exchange is not None and future is not None
         self._watch_for_stalls(connection)
         self._settle(connection, exchange, connection.done_ns or end_ns or now_ns())
         connection.answers += 1
         head = exchange.head
-        if head is not None and head.keep_alive and deframer is not None and deframer.over and not deframer.excess:
+        if head is None or not head.keep_alive or deframer is None or deframer.excess:
+            self._drop(connection)
+        elif deframer.over:
             self._release(connection)
         else:
-            self._drop(connection)
+            connection.reset()
+            connection.deframer = deframer
+            connection.deadline_ns = now_ns() + _REST_NS
         if not future.done():
             future.set_result(None)
 
@@ -529,8 +534,8 @@ class Wire:
     def _on_first(self, connection: _Connection, data: bytes, stamp_ns: int) -> None:
         """Bytes of the head. The body bytes behind it are the first piece."""
         exchange = connection.exchange
-        if exchange is None:  # bytes that nobody asked for, or the rest of a message whose [DONE] was seen
-            self._drop(connection)
+        if exchange is None:
+            self._on_rest(connection, data)
             return
         if exchange.first_byte_ns is None:
             exchange.first_byte_ns = stamp_ns
@@ -557,6 +562,19 @@ class Wire:
             self._delay_acks(connection)
         if head.framing is not Framing.CHUNKED or rest[-5:] == b"0\r\n\r\n" or b"[DONE]" in rest:
             self._look_for_end(connection, stamp_ns)
+
+    def _on_rest(self, connection: _Connection, data: bytes) -> None:
+        """The rest of a message whose [DONE] was seen; or bytes that nobody asked for."""
+        deframer = connection.deframer
+        if deframer is not None:
+            with contextlib.suppress(NotHttp, TooLarge):
+                deframer.feed(data)
+                if not deframer.over:
+                    return
+                if not deframer.excess:
+                    self._release(connection)
+                    return
+        self._drop(connection)
 
     def _look_for_end(self, connection: _Connection, stamp_ns: int | None = None) -> None:
         """Confirm a possible end with a real parser: over the last piece alone where that is whole chunks (nearly
@@ -681,6 +699,8 @@ class Wire:
         for connection in list(self._connections.values()):
             exchange = connection.exchange
             if exchange is None or exchange.sent_ns is None:
+                if exchange is None and connection.deadline_ns is not None and now >= connection.deadline_ns:
+                    self._drop(connection)
                 continue
             last_ns = connection.stamps[-1] if connection.stamps else exchange.first_byte_ns or exchange.sent_ns
             if connection.deadline_ns is not None and now >= connection.deadline_ns:

@@ -158,8 +158,8 @@ class GoldenServer:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = self._listener.accept()
-                self._spawn(self._serve, sock, self.num_connections)
-                self.num_connections += 1
+                self.num_connections += 1  # before it can be answered, so that a client's view is never ahead
+                self._spawn(self._serve, sock, self.num_connections - 1)
 
     def _serve(self, sock: socket.socket, connection: int) -> None:
         # over loopback, Nagle's algorithm would make "sent" a lie: the kernel holds a small segment for the last ACK

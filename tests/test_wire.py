@@ -71,11 +71,13 @@ def read(exchange: Exchange) -> RequestRecord:
 
 
 def between(stamps: Sequence[int], answer: Answer, steps: Sequence[int]) -> None:
-    """Each stamp lies within the send call of its step, by the server's own account."""
+    """Each stamp lies within the send call of its step, by the server's own account: none is earlier, and half of them
+    are not later by more than 5 ms. A kernel whose core is busy may deliver some time after the call returned."""
     assert len(stamps) == len(steps)
     for stamp, step in zip(stamps, steps, strict=True):
-        sent = answer.sent[step]
-        assert sent.before_ns - SLACK_NS <= stamp <= sent.after_ns + SLACK_NS, (stamp - sent.before_ns) / 1e6
+        assert answer.sent[step].before_ns - SLACK_NS <= stamp
+    late = sorted(stamp - answer.sent[step].after_ns for stamp, step in zip(stamps, steps, strict=True))
+    assert late[(len(late) - 1) // 2] <= 5_000_000 and late[-1] <= 100_000_000, late
 
 
 # ---------------------------------------------------------------- stamps
@@ -263,10 +265,38 @@ def test_a_connection_is_used_again_and_again() -> None:
     async def work(transport: Wire) -> list[WireExchange]:
         return [await ask(transport) for _ in range(30)]
 
-    with GoldenServer(lambda number, request: FRAMINGS["content-length"] if number % 2 else stream(3)) as server:
+    kinds = ("content-length", "chunked in one write", "gzip that nobody asked for")
+    with GoldenServer(lambda number, request: FRAMINGS[kinds[number % 3]]) as server:
         exchanges = talk(server, work)
         assert all(read(exchange).ok for exchange in exchanges)
         assert server.num_connections == 1
+
+
+def test_a_connection_whose_message_ends_late_is_used_again_when_it_has_ended() -> None:
+    async def work(transport: Wire) -> list[WireExchange]:
+        exchanges = []
+        for _ in range(3):
+            exchanges.append(await ask(transport))
+            await asyncio.sleep(0.3)
+        return exchanges
+
+    def reply(number: int, request: Received) -> list[Step]:
+        return [SSE_HEAD, chunk(event("a", "stop")), chunk(DONE), Wait(0.05), END[:2], Wait(0.02), END[2:]]
+
+    with GoldenServer(reply) as server:
+        exchanges = talk(server, work)
+        assert all(read(exchange).ok for exchange in exchanges)
+        assert server.num_connections == 1
+    # and one whose end never comes is closed
+    endless: list[Step] = [SSE_HEAD, chunk(event("a", "stop")), chunk(DONE), Wait(20)]
+
+    async def wait_for_its_end(transport: Wire) -> int:
+        await ask(transport)
+        await asyncio.sleep(1.6)
+        return len(transport._connections)
+
+    with _Patient(lambda number, request: endless) as server:
+        assert talk(server, wait_for_its_end) == 0
 
 
 @pytest.mark.parametrize(
