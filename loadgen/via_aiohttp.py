@@ -115,6 +115,11 @@ class ViaAiohttp:
             exchange.first_byte_ns = now_ns()
             exchange.status = response.status
             exchange.headers = {name.lower(): value for name, value in response.headers.items()}
+            if (length := response.content_length or 0) > MAX_BODY_BYTES:
+                detail = f"a body of {length} bytes; the client keeps at most {MAX_BODY_BYTES >> 20} MiB"
+                exchange.failure = Failure(FailureKind.TOO_LARGE, detail, response.status)
+                response.close()
+                return
             self._reading.add(response)
             try:
                 await self._read(exchange, response)

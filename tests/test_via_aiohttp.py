@@ -119,6 +119,14 @@ def test_both_transports_make_the_same_record_of_the_same_bytes(steps: list[Step
     assert by_aiohttp == by_wire
 
 
+def test_a_body_that_will_be_too_large_is_not_waited_for() -> None:
+    for name in ("wire", "aiohttp"):
+        with GoldenServer(lambda number, request: [LENGTH_HEAD % 10**12, event("a"), Wait(0.5), FIN]) as server:
+            failure = read(talk(server.url, ask, name)).failure
+            assert failure is not None and failure.kind is FailureKind.TOO_LARGE
+            assert "1000000000000 bytes; the client keeps at most 256 MiB" in failure.detail
+
+
 def test_stamps_follow_what_the_server_sent() -> None:
     with GoldenServer(lambda number, request: stream(10, 0.02)) as server:
         exchange = talk(server.url, ask)
