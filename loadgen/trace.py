@@ -14,7 +14,8 @@ In memory times are integer ns, as everywhere; a file's ms keep four decimals (1
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -28,7 +29,7 @@ SCHEMA = "loadgen.trace/1"
 CONTENTS = ("text_input", "messages", "payload", "prompt_token_ids")
 CONTEXT_MODES = ("full", "delta", "delta_with_responses")
 
-_WINDOW_ROWS = 1 << 15  # rows held to sort a file that is not quite in order
+_WINDOW_ROWS = 1 << 14  # rows held to sort a file that is not quite in order
 _WINDOW_WEIGHT = 2_000_000  # and at most so many ids and characters / 8 in them
 _KNOWN_IDS = 1 << 20  # request ids remembered: a duplicate further away than this is not noticed
 _MAX_MS = 1e14  # 3,000 years: beyond it is a wrong unit or no time at all
@@ -304,7 +305,7 @@ def line_of(fields: Mapping[str, Any]) -> bytes:
 
 
 def _weight(row: TraceRow) -> int:
-    weight = len(row.hash_ids or ())
+    weight = len(row.hash_ids) if row.hash_ids is not None else 0
     if row.content is not None or row.output_text is not None:
         weight += (len(str(row.content)) + len(row.output_text or "")) // 8
     return weight
@@ -313,22 +314,22 @@ def _weight(row: TraceRow) -> int:
 def in_order(rows: Iterable[TraceRow], counts: Counts, name: str) -> Iterator[TraceRow]:
     """The rows sorted by timestamp; equal times keep the order of the file. Counts the inversions.
 
-    A step back is never taken for a new day. A row without a time stays behind the row before it; a later turn of a
-    session behind the turn before it. Half a window of rows is always held back, so a row may be that far from its
-    place. Raises TraceError for one that is further away: sorting needs the whole file then.
+    A step back is never taken for a new day. A row without a time stays behind the row before it. A window of rows is
+    held back, and a row may be that far from its place; one is read for one that is given, so that a replay never stops
+    to read many. Raises TraceError for a row that is further away (sorting needs the whole file then), and what `rows`
+    raises, both when all rows before it are given out.
     """
-    held: list[tuple[int, TraceRow]] = []
+    held: deque[tuple[int, TraceRow]] = deque()
     weight = 0
     newest = given_out = -(1 << 62)
-    by_time = itemgetter(0)
     broken: TraceError | None = None
-    rows = iter(rows)
+    source = iter(rows)
     while True:
         try:
-            row = next(rows)
+            row = next(source)
         except StopIteration:
             break
-        except TraceError as error:  # what was read before it still goes out
+        except TraceError as error:
             broken = error
             break
         key = row.timestamp_ns
@@ -342,20 +343,17 @@ def in_order(rows: Iterable[TraceRow], counts: Counts, name: str) -> Iterator[Tr
                 )
                 break
         newest = key
-        held.append((key, row))
-        if row.hash_ids is not None or row.content is not None:
-            weight += _weight(row)
-        if len(held) >= _WINDOW_ROWS or weight > _WINDOW_WEIGHT:
-            held.sort(key=by_time)
-            half = len(held) // 2 or 1
-            given_out = held[half - 1][0]
-            for _, ready in held[:half]:
-                yield ready
-            del held[:half]
-            weight = sum(_weight(row) for _, row in held) if weight else 0
-    held.sort(key=by_time)
-    for _, row in held:
-        yield row
+        if not held or key >= held[-1][0]:
+            held.append((key, row))
+        else:
+            held.insert(bisect_right(held, key, key=itemgetter(0)), (key, row))
+        weight += _weight(row)
+        while len(held) > _WINDOW_ROWS or (weight > _WINDOW_WEIGHT and len(held) > 1):
+            given_out, ready = held.popleft()
+            weight -= _weight(ready)
+            yield ready
+    while held:
+        yield held.popleft()[1]
     if broken is not None:
         raise broken
 

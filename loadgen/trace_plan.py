@@ -15,6 +15,7 @@ Rows stream through: what is not needed yet is not read, and only sessions' last
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import time
@@ -40,7 +41,7 @@ Planned = tuple[int, Request]
 _AHEAD_ROWS = 1 << 15  # rows held to bring later turns, which may be due early on a fast server, to the front
 _BUILT_AHEAD = 20_000  # requests made before the clock starts, at most
 _BUILT_BYTES = 64 << 20  # and bytes of bodies
-_BUILT_S = 0.4  # and time: a long trace begins to be sent within a second
+_BUILT_S = 0.2  # and time: a long trace begins to be sent within a second
 _WARMUP_OUTPUT = 32  # longest answer of a warm-up request
 _KNOWN_IDS = 1 << 20  # requests that a later row may name in `after`
 
@@ -105,6 +106,9 @@ async def make_trace_plan(
     given = options.trace_options
     _refuse_ignored(options)
     trace = Trace(options.trace, given.get("trace_format"), given.get("block_size"))
+    hashing: asyncio.Task[str] | None = None  # in a thread: it needs no interpreter lock
+    if worker == 0:
+        hashing = asyncio.ensure_future(asyncio.to_thread(sha256, options.trace))
     try:
         rules = _rules(options, info)
         if options.arrival == "recorded":
@@ -113,11 +117,14 @@ async def make_trace_plan(
         bodies = _Bodies(options, info, prompts, trace, live=given.get("pacing") == "session")
         before = tuple(_before(bodies, trace, rules, warmup))
         feed = _requests(options, trace, rules, bodies, arrival_seed, first, worker)
+        await asyncio.sleep(0)  # let the hashing begin
         built, complete = _build_ahead(feed)
+        facts = _facts(options, trace, rules, await hashing) if hashing is not None else {}
     except BaseException:
         trace.close()
+        if hashing is not None:
+            hashing.cancel()
         raise
-    facts = _facts(options, trace, rules) if worker == 0 else {}
     return TracePlan(
         before=before,
         measured=built if complete else itertools.chain(built, _until_error(feed, trace.counts)),
@@ -511,7 +518,7 @@ def answered(talk: _Talk, record: RequestRecord | None) -> None:
 # ---------------------------------------------------------------- what run.json says
 
 
-def _facts(options: Options, trace: Trace, rules: Rules) -> dict[str, Any]:
+def _facts(options: Options, trace: Trace, rules: Rules, digest: str) -> dict[str, Any]:
     given = options.trace_options
     if options.rate is not None:
         how = f"{options.arrival} at --rate"
@@ -522,7 +529,7 @@ def _facts(options: Options, trace: Trace, rules: Rules) -> dict[str, Any]:
         limit_from = "--max-model-len" if "max_model_len" in given else "the server"
     return {
         "file": trace.name,
-        "sha256": sha256(trace.path),
+        "sha256": digest,
         "format": trace.format,
         "header": trace.header or None,
         "block_size": trace.block_size,

@@ -185,11 +185,14 @@ def test_rows_stream_and_too_far_a_step_is_an_error(monkeypatch: pytest.MonkeyPa
             yield row
 
     ordered = in_order(source(97.5), Counts(), "t")
-    assert next(iter(ordered)).timestamp_ns == 0 and taken == 8
+    assert next(ordered).timestamp_ns == 0 and taken == 9
+    assert next(ordered).timestamp_ns == S and taken == 10  # one is read for one that is given
     made = list(in_order(source(97.5), Counts(), "t"))
     assert [row.timestamp_ns / S for row in made if row.timestamp_ns is not None][-4:] == [97, 97.5, 98, 99]
-    with pytest.raises(TraceError, match="line 101: steps back in time"):
+    with pytest.raises(TraceError, match="line 101: steps back in time over more than 8 rows"):
         list(in_order(source(3), Counts(), "t"))
+    late = in_order(source(3), Counts(), "t")
+    assert [next(late).line for _ in range(100)] == list(range(1, 101))  # all before it are given first
 
 
 def test_long_rows_shorten_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +207,9 @@ def test_long_rows_shorten_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
     next(iter(in_order(source(), Counts(), "t")))
     assert taken == 4  # 4 x 30 ids are more than 100
+    counts = Counts()
+    backwards = timed(*range(20, 0, -1), hash_ids=[1])
+    assert [row.line for row in in_order(backwards, counts, "t")] == list(range(20, 0, -1)) and counts.inversions == 19
 
 
 def test_rows_without_times_keep_their_place() -> None:
