@@ -1,12 +1,20 @@
 """The verdict: a client that was late is INVALID for the right reason, a slow server never is."""
 
+import re
+import time
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from loadgen.audit import audit
+from loadgen.options import Options
 from loadgen.record import ClientUsage, Phase, RequestRecord, Run
+from loadgen.run import exit_status
+from loadgen.runner import Snapshot
+from loadgen.workers import run_load
+from tests.scripted_server import Asked, ScriptedServer, good
 
 MS = 1_000_000
 
@@ -88,3 +96,51 @@ def test_doubts_that_do_not_spoil_a_run_are_warnings() -> None:
     verdict = audit(run(kernel=False, unread=17, cpu_s=8.5))
     assert verdict.valid and len(verdict.warnings) == 3
     assert verdict.as_dict()["valid"] is True
+
+
+# ---------------------------------------------------------------- real runs
+
+
+class Stalls:
+    """A progress line that takes 200 ms once, in the midst of the load: the client's event loop stands still."""
+
+    def __init__(self) -> None:
+        self.stalled = False
+
+    def update(self, snapshot: Snapshot) -> None:
+        if snapshot.finished >= 2 and not self.stalled:
+            self.stalled = True
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        assert self.stalled
+
+
+def slow(number: int, a: Asked) -> Sequence[tuple[float, bytes | str]]:
+    return good(a, 300, 4, 120)
+
+
+@pytest.mark.parametrize("load", [{"concurrency": 4}, {"rate": 40.0, "arrival": "constant"}])
+def test_a_stall_of_the_client_in_mid_run_is_found(load: dict[str, Any]) -> None:
+    with ScriptedServer(lambda number, a: good(a, 20, 4, 20)) as server:
+        options = Options(url=server.url, requests=60, warmup=0, scrape=False, seed=1, transport="wire", **load)
+        real = run_load(options, progress=Stalls())
+    verdict = audit(real)
+    assert not verdict.valid and all(record.ok for record in real.records)
+    stood = re.search(r"the client stood still for (\d+) ms", " ".join(reason.what for reason in verdict.reasons))
+    assert stood is not None and int(stood[1]) >= 170  # up to 20 ms of it are the sampler's own
+    assert exit_status(real, verdict, 0) == 3
+
+
+def test_a_fast_client_on_a_slow_server_is_valid_in_a_real_run() -> None:
+    """An idle moment of the machine is needed once in eight tries; the server is slow in all of them."""
+    with ScriptedServer(slow) as server:
+        for _ in range(8):
+            options = Options(url=server.url, requests=6, concurrency=3, warmup=0, scrape=False, seed=1)
+            real = run_load(options)
+            verdict = audit(real)
+            assert all(record.ok and record.last_token_ns for record in real.records)
+            if verdict.valid:
+                break
+        assert verdict.valid, verdict.reasons
+        assert exit_status(real, verdict, 0) == 0
