@@ -504,11 +504,10 @@ def mean_rate_per_s(rows: Iterable[Replayed]) -> float:
 
 def check_layout(row: TraceRow, block_size: int) -> None:
     """Raises ValueError when hash_ids and input_length do not fit: n blocks reach past the end by a whole block."""
-    count = len(row.hash_ids or ())
-    if row.input_length is not None and count and (count - 1) * block_size >= row.input_length:
+    count, length = len(row.hash_ids or ()), row.input_length
+    if length is not None and count and (count - 1) * block_size >= length:
         raise ValueError(
-            f"{count} hash_ids of {block_size} tokens do not fit into input_length {row.input_length}: "
-            "is --block-size right?"
+            f"{count} hash_ids of {block_size} tokens do not fit into input_length {length}: is --block-size right?"
         )
 
 

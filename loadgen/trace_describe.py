@@ -29,6 +29,7 @@ from loadgen.trace_formats import Trace
 Ints = NDArray[np.int64]
 
 _BATCH = 1 << 14  # rows at a time
+_LONG = 32  # ids of a row from which on a loop in C is worth its set-up
 _DENSE_IDS = 1 << 26  # ids below this are kept in a byte each, larger ones in a set
 _BINS = 1024  # of the picture
 _LIMITS = (4096, 8192, 32768, 131072)  # contexts that models are served with
@@ -97,20 +98,21 @@ class Seen:
             if not dense[block]:
                 break
             hits += 1
-        new = ids[hits:]
-        if not new:
+        else:
             return hits, False
-        low, high = new[0], new[0] + len(new)
-        if not any(dense[low:high]) and list(new) == list(range(low, high)):  # as in files that number ids as they come
-            dense[low:high] = b"\1" * len(new)
-            self.num_ids += len(new)
-            return hits, False
-        gap = False
+        new = ids[hits:] if hits else ids
+        if len(new) > _LONG:
+            low, high = new[0], new[0] + len(new)
+            if not any(dense[low:high]) and list(new) == list(range(low, high)):  # numbered as they come: all at once
+                dense[low:high] = b"\1" * len(new)
+                self.num_ids += len(new)
+                return hits, False
+        known = 0
         for block in new:
-            gap = gap or bool(dense[block])
-            self.num_ids += not dense[block]
+            known += dense[block]
             dense[block] = 1
-        return hits, gap
+        self.num_ids += len(new) - known
+        return hits, known > 0
 
     def _sparse_hits(self, scope: str | None, ids: Sequence[int]) -> tuple[int, bool]:
         """The same where ids are hashes: a set. Small ones among them are in the bytes all the same."""
@@ -246,13 +248,16 @@ def _read(path: str | Path, trace_format: str | None, block_size: int | None) ->
 
 def _with_prefixes(rows: Iterator[TraceRow], block_size: int, tally: _Tally) -> Iterator[TraceRow]:
     """Counts prefix hits in order of the file, as the sources do; rows of equal times have no other order."""
+    leading_hits = tally.seen.leading_hits
     for row in rows:
         if row.hash_ids:
-            hits, gap = tally.seen.leading_hits(row.hash_scope, row.hash_ids)
+            length = row.input_length or 0
+            hits, gap = leading_hits(row.hash_scope, row.hash_ids)
             tally.blocks += len(row.hash_ids)
-            tally.hit_blocks += hits
-            tally.hit_tokens += min(hits * block_size, row.input_length or 0)
-            tally.input_with_ids += row.input_length or 0
+            tally.input_with_ids += length
+            if hits:
+                tally.hit_blocks += hits
+                tally.hit_tokens += min(hits * block_size, length)
             if gap:
                 tally.odd["rows with a known block behind a new one: ids that are not of prefixes"] += 1
         yield row
