@@ -4,13 +4,14 @@ import re
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from loadgen.audit import audit
 from loadgen.options import Options
-from loadgen.record import ClientUsage, Phase, RequestRecord, Run
+from loadgen.record import ClientUsage, Failure, FailureKind, Phase, RequestRecord, Run
 from loadgen.run import exit_status
 from loadgen.runner import Snapshot
 from loadgen.workers import run_load
@@ -96,6 +97,26 @@ def test_doubts_that_do_not_spoil_a_run_are_warnings() -> None:
     verdict = audit(run(kernel=False, unread=17, cpu_s=8.5))
     assert verdict.valid and len(verdict.warnings) == 3
     assert verdict.as_dict()["valid"] is True
+
+
+def test_the_exit_status() -> None:
+    good = record(0)
+    failure = Failure(FailureKind.STATUS, "500: x", 500)
+    bad = replace(good, failure=failure)
+    unreached = replace(good, failure=Failure(FailureKind.REFUSED, "x"))
+    valid, invalid = audit(run()), audit(run(cpu_s=9.9))
+    for records, verdict, interrupted, status in [
+        ([good, good], valid, False, 0),
+        ([good, bad], valid, False, 1),
+        ([bad, bad], valid, False, 1),
+        ([unreached, unreached], valid, False, 2),
+        ([unreached, bad], valid, False, 1),
+        ([good, bad], invalid, False, 3),
+        ([good, bad], invalid, True, 130),
+    ]:
+        assert exit_status(replace(run(records), interrupted=interrupted), verdict, 0) == status
+    assert exit_status(run([good, bad, bad]), valid, max_failures=2) == 0
+    assert exit_status(run([bad, bad, bad]), valid, max_failures=2) == 1
 
 
 # ---------------------------------------------------------------- real runs

@@ -50,6 +50,8 @@ from tests.scripted_server import (
 
 Steps = Sequence[tuple[float, bytes | str]]
 LATE_NS = 250_000_000  # a read of aiohttp may be so late on a busy machine
+# The status, or 3 when the machine was busy: INVALID. Nothing else that is asserted here depends on that.
+WELL, FAILED = (0, 3), (1, 3)
 EARLY_NS = 500_000  # the kernel's wall-clock stamps are taken over to the monotonic clock with an error far below this
 
 
@@ -123,6 +125,10 @@ def environment(python_path: Path | None = None, more: dict[str, str] | None = N
     without = ("OPENAI_API_KEY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
     clean = {name: value for name, value in os.environ.items() if name.upper() not in without}
     return {**clean, "PYTHONPATH": os.pathsep.join(paths), **(more or {})}
+
+
+def quick(number: int, a: Asked) -> Steps:
+    return good(a, 1, max(2, a.body["max_tokens"]), 0)
 
 
 QUICK = ("--warmup", "0", "--no-scrape", "--output-tokens", "8")
@@ -289,7 +295,7 @@ def test_k07_an_error_inside_the_stream_is_a_failure(transport: str, tmp_path: P
     with ScriptedServer(engine_stops) as server:
         flags = ("--concurrency", "1", "--requests", "4", "--transport", transport, "--out", str(tmp_path / "run"))
         result = cli("--url", server.url, *flags, *QUICK)
-    assert result.returncode == 1, result.stderr
+    assert result.returncode in FAILED, result.stderr
     document = strict(tmp_path / "run" / "run.json")
     counts, metrics = document["counts"], document["metrics"]
     assert (counts["started"], counts["ok"], counts["failed"]) == (4, 0, 4)
@@ -488,7 +494,7 @@ def test_k13_no_limit_on_the_whole_request_unless_asked_for(transport: str, tmp_
         assert "TimeoutError" in bare.stderr  # the trap is armed
         flags = ("--concurrency", "1", "--requests", "1", "--transport", transport, "--out", str(tmp_path / "run"))
         result = cli("--url", server.url, *flags, *QUICK, python_path=tmp_path)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode in WELL, result.stderr
     (line,) = (tmp_path / "run" / "requests.jsonl").read_bytes().splitlines()
     assert orjson.loads(line)["num_events"] == 8
 
@@ -616,7 +622,7 @@ def test_k14_a_step_of_the_wall_clock_bends_nothing(transport: str, tmp_path: Pa
         flags = ("--concurrency", "1", "--requests", "2", "--transport", transport, "--out", str(tmp_path / "run"))
         result = cli("--url", server.url, *flags, *QUICK, python_path=tmp_path)
         posts = server.posts()
-    assert result.returncode == 0, result.stderr
+    assert result.returncode in WELL, result.stderr
     start_ns = strict(tmp_path / "run" / "run.json")["start_monotonic_ns"]
     lines = [orjson.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_bytes().splitlines()]
     for line, post in zip(lines, posts, strict=True):
@@ -627,11 +633,120 @@ def test_k14_a_step_of_the_wall_clock_bends_nothing(transport: str, tmp_path: Pa
     assert 1.5 * 2 - 0.01 <= metrics["window_s"] < 3.5
 
 
+# ---------------------------------------------------------------- K15, K16: trace files
+
+
+def replayed(
+    path: Path, transport: str, *flags: str, reply: Reply | None = None, out: str = "run", owned_by: str = "test"
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[Post]]:
+    """run.json, the lines of requests.jsonl and the server's log of `loadgen --trace path`."""
+    folder = path.parent / out
+    with ScriptedServer(reply or quick, owned_by=owned_by) as server:
+        more = ("--transport", transport, "--warmup", "0", "--no-scrape", "--out", str(folder))
+        result = cli("--url", server.url, "--trace", str(path), *more, *flags)
+        posts = [post for post in server.posts() if "x-request-id" in post.headers]  # not /tokenize
+    assert result.returncode in (WELL + FAILED), result.stderr
+    lines = [orjson.loads(line) for line in (folder / "requests.jsonl").read_bytes().splitlines()]
+    return strict(folder / "run.json"), lines, posts
+
+
+def arrived_as_planned(lines: list[dict[str, Any]], posts: list[Post]) -> None:
+    """The server saw the planned gaps, and what was planned for each came as that one."""
+    by_id = {post.headers["x-request-id"]: post for post in posts}
+    first = by_id[lines[0]["id"]].t_ns - lines[0]["planned_ns"]
+    for line in lines:
+        assert -EARLY_NS - LATE_NS <= by_id[line["id"]].t_ns - first - line["planned_ns"] < LATE_NS
+
+
+def test_k15_wall_clock_times_of_seven_digits_over_midnight(transport: str, tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-02-29 23:59:59.9990000,64,5\n"
+        "2024-03-01 00:00:00.0005000,40,3\n"
+        "2024-03-01 00:00:00.0080000,32,2\n"
+        "2024-03-01 00:00:00.0937501,20,4\n"
+    )
+    document, lines, posts = replayed(path, transport)
+    assert [line["planned_ns"] for line in lines] == [0, 1_500_000, 9_000_000, 94_750_100]
+    by_id = {post.headers["x-request-id"]: post.body for post in posts}
+    assert [by_id[line["id"]]["max_tokens"] for line in lines] == [5, 3, 2, 4]
+    arrived_as_planned(lines, posts)
+    assert document["counts"]["ok"] == 4
+
+
+def test_k15_milliseconds_a_speed_up_and_shared_blocks(tmp_path: Path) -> None:
+    rows = [(0, 1100, 4, [7, 8, 9]), (2000, 1100, 4, [7, 8, 10]), (2100, 300, 2, [11]), (15_000, 300, 2, [12])]
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    _, lines, posts = replayed(path, "wire", "--speedup", "10", owned_by="vllm")
+    assert [line["planned_ns"] for line in lines] == [0, 200_000_000, 210_000_000, 1_500_000_000]
+    arrived_as_planned(lines, posts)
+    by_id = {post.headers["x-request-id"]: post.body["prompt"] for post in posts}
+    first, second, third, fourth = (by_id[line["id"]] for line in lines)
+    assert [len(ids) for ids in (first, second, third, fourth)] == [1100, 1100, 300, 300]
+    assert first[:1024] == second[:1024] and first[1024] != second[1024]  # two blocks of 512, then apart
+    assert third[0] != fourth[0] != first[0] != third[0]
+
+
+def test_k16_rows_without_output_are_skipped_and_counted(transport: str, tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    path.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "7,GPT-4,200,0,200,Conversation log\n"
+        "10,ChatGPT,40,9,49,Conversation log\n"
+        "52.5,GPT-4,30,6,36,API log\n"
+        "52.5,GPT-4,0,0,0,API log\n"
+        "127,ChatGPT,50,11,61,API log\n"
+    )
+    document, lines, posts = replayed(path, transport, "--speedup", "100")
+    # zero is the first row of the file, the skipped one, too
+    assert [line["planned_ns"] for line in lines] == [30_000_000, 455_000_000, 1_200_000_000]
+    by_id = {post.headers["x-request-id"]: post.body for post in posts}
+    assert [by_id[line["id"]]["max_tokens"] for line in lines] == [9, 6, 11]
+    trace = document["plan"]["trace"]
+    assert (trace["read"], trace["sent"], sum(trace["skipped"].values())) == (5, 3, 2)
+    assert document["counts"]["started"] == 3
+
+
+def test_k16_a_row_that_is_too_long_fails_with_the_servers_words_or_is_skipped(transport: str, tmp_path: Path) -> None:
+    def reply(number: int, a: Asked) -> Steps:
+        if len(json.dumps(a.body["prompt"])) > 20_000:
+            return [(0, plain(400, {"error": {"message": "maximum context length is 4096 tokens", "code": 400}}))]
+        return good(a, 1, 4, 0)
+
+    path = tmp_path / "long.jsonl"
+    lengths = [50, 50, 100_000, 50, 50]
+    path.write_text("".join(json.dumps({"input_length": n, "output_length": 4}) + "\n" for n in lengths))
+    document, _, _ = replayed(path, transport, "--concurrency", "1", reply=reply, out="sent")
+    counts = document["counts"]
+    assert (counts["started"], counts["ok"], counts["failed"]) == (5, 4, 1)
+    assert "maximum context length" in counts["failure_reasons"][0]["detail"]
+    limit = ("--concurrency", "1", "--max-model-len", "4096")
+    document, _, posts = replayed(path, transport, *limit, reply=reply, out="skipped")
+    assert (document["counts"]["ok"], document["counts"]["failed"], len(posts)) == (4, 0, 4)
+    trace = document["plan"]["trace"]
+    assert (trace["read"], trace["sent"], sum(trace["skipped"].values())) == (5, 4, 1)
+
+
+def test_k16_the_servers_prompt_tokens_stand_beside_the_asked_ones(transport: str) -> None:
+    def reply(number: int, a: Asked) -> Steps:
+        return [
+            (0, HEAD),
+            (30, delta(a, content="a")),
+            (5, delta(a, "length", content="b")),
+            (0, usage(a, 2, 1100)),
+            (0, END),
+        ]
+
+    record, _, metrics = one(reply, transport, input_tokens=Span(1000, 1000), output_tokens=Span(2, 2))
+    assert (record.asked_input_tokens, record.prompt_tokens) == (1000, 1100)
+    assert (metrics["input_tokens_asked"], metrics["input_tokens"]) == (1000, 1100)
+    assert metrics["input_tokens_per_s"] == pytest.approx(1100 / metrics["window_s"])
+
+
 # ---------------------------------------------------------------- K17: equal work
-
-
-def quick(number: int, a: Asked) -> Steps:
-    return good(a, 1, max(2, a.body["max_tokens"]), 0)
 
 
 def bodies(transport: str, **options: Any) -> list[dict[str, Any]]:
@@ -660,7 +775,7 @@ def test_k17_every_body_says_everything_the_warm_up_too(transport: str, tmp_path
         flags = ("--concurrency", "2", "--requests", "4", "--warmup", "2", "--output-tokens", "3", "--out", str(out))
         extra = ("--extra-body", json.dumps(schema), "--seed", "5", "--temperature", "0.7", "--no-scrape")
         result = cli("--url", server.url, "--transport", transport, *flags, *extra)
-        assert result.returncode == 0, result.stderr
+        assert result.returncode in WELL, result.stderr
         sent = [post.body for post in server.posts()]
     assert len(sent) == 6
     fixed = {"model": "m", "max_tokens": 3, "min_tokens": 3, "ignore_eos": True, "temperature": 0.7, "top_p": 1.0}
@@ -736,7 +851,7 @@ def test_a_server_that_is_killed_in_mid_run(transport: str, tmp_path: Path) -> N
         server.kill()
         posts = server.posts()
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1, errors
+    assert process.returncode in FAILED, errors
     counts = strict(tmp_path / "run" / "run.json")["counts"]
     assert counts["started"] == 60 == counts["ok"] + counts["failed"]
     ended = sum(post.end == "end" for post in posts)
@@ -817,7 +932,7 @@ def test_k19_loopback_never_goes_through_a_proxy(transport: str, names: tuple[st
         proxies = {name: "http://127.0.0.1:9" for name in names}
         flags = ("--concurrency", "1", "--requests", "3", "--transport", transport, "--out", str(tmp_path / "run"))
         result = cli("--url", server.url, *flags, "--warmup", "0", "--output-tokens", "2", **proxies)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode in WELL, result.stderr
     assert strict(tmp_path / "run" / "run.json")["counts"]["ok"] == 3
 
 
@@ -844,7 +959,7 @@ def test_k19_the_key_goes_to_the_server_and_nowhere_else(transport: str, tmp_pat
         result = cli(
             "--url", server.url, *flags, *secret, "--warmup", "0", "--output-tokens", "2", OPENAI_API_KEY="sk-TEST-4242"
         )
-        assert result.returncode == 1, result.stderr
+        assert result.returncode in FAILED, result.stderr
         for post in server.posts():
             assert post.headers["authorization"] == "Bearer sk-TEST-4242"
             assert post.headers["x-secret"] == "sk-HEADER-77"
