@@ -5,6 +5,7 @@
 
 The command runs in a session of its own. Leaving the block, by whatever way, ends the whole process group: SIGTERM,
 and SIGKILL for what is left after a grace, so that no engine process keeps its GPU memory. Its output goes to the log.
+Should this process itself be killed, a guard does the same: a shell that waits at a pipe which closes with us.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _SAY_EVERY_S = 10.0
 _ASK_TIMEOUT_S = 2.0
 _GRACE_S = 30.0
 _LAST_LINES = 3
+
+# Reads a line from us when all is well; the end of the pipe instead means that we are gone.
+_GUARD = 'read -r _ || { kill -TERM -"$0"; sleep "$1"; kill -KILL -"$0"; }'
 
 
 class Server:
@@ -60,6 +64,7 @@ class Server:
         self._env = env
         self._quiet = quiet
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
         if self._answers() is not None:
@@ -80,6 +85,13 @@ class Server:
         except OSError as error:
             raise UnusableServer(f"{self.name}: {self.command[0]} cannot be run: {error.strerror}") from None
         try:
+            self._guard = subprocess.Popen(
+                ["sh", "-c", _GUARD, str(self._process.pid), f"{_GRACE_S:g}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us
+            )
             self._wait_until_ready(begin)
         except BaseException:
             self.stop()
@@ -147,6 +159,9 @@ class Server:
         finally:
             self._signal(process, signal.SIGKILL)  # what its leader left behind, too
             process.wait()
+            if self._guard is not None:
+                with contextlib.suppress(OSError):
+                    self._guard.communicate(b"all is well\n")
 
     @staticmethod
     def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

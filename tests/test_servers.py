@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -77,6 +78,27 @@ def test_an_error_inside_ends_it(tmp_path: Path, port: int) -> None:
     with pytest.raises(KeyboardInterrupt), server(tmp_path, port):
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         raise KeyboardInterrupt
+    assert gone(pids)
+
+
+def test_nothing_is_left_when_this_process_is_killed(tmp_path: Path, port: int) -> None:
+    """SIGKILL leaves us no last word, so a guard has it; a shorter grace than the usual one keeps the test short."""
+    script = textwrap.dedent(
+        f"""
+        import pathlib, sys, time
+        from loadgen import servers
+        servers._GRACE_S = 1.0
+        command = [sys.executable, "-c", {SERVER!r}, "{port}", "0", "", {str(tmp_path / "pids")!r}]
+        with servers.Server("toy", command, "http://127.0.0.1:{port}", pathlib.Path({str(tmp_path / "log")!r})):
+            print("ready", flush=True)
+            time.sleep(600)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None and killed.stdout.readline() == b"ready\n"
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert all(map(alive, pids))
+        killed.kill()
     assert gone(pids)
 
 
