@@ -45,6 +45,7 @@ check_all() {
     check_processor
     check_gpu
     check_memory
+    check_model
     check_disk
     check_folders
     check_open_files
@@ -156,7 +157,7 @@ driver_advice() {
 gpu_level() { [[ $device == gpu ]] && echo stop || echo warning; }
 
 check_gpu() {
-    local wish=${utilization:-0.9} highest need libraries
+    local highest need libraries
     if [[ $device == cpu ]]; then
         found ok gpu "not wanted (--cpu)"
         return
@@ -197,13 +198,13 @@ check_gpu() {
         fi
     fi
     [[ -n $gpu_free_mib ]] || return 0
-    need=$(awk -v u="$wish" -v t="$gpu_total_mib" 'BEGIN { printf "%d", u * t }')
+    need=$(awk -v u="$utilization" -v t="$gpu_total_mib" 'BEGIN { printf "%d", u * t }')
     highest=$(highest_utilization "$gpu_free_mib" "$gpu_total_mib")
     if ((need > gpu_free_mib)); then
-        found warning vram "utilization $wish needs $(gib2 "$need") GiB, but $(gib2 "$gpu_free_mib") of $(gib2 "$gpu_total_mib") are free" \
+        found warning vram "utilization $utilization needs $(gib2 "$need") GiB, but $(gib2 "$gpu_free_mib") of $(gib2 "$gpu_total_mib") are free" \
             "--gpu-memory-utilization $highest at most, or close what uses the GPU (Windows' desktop, browsers, games)"
     else
-        found ok vram "$(gib2 "$gpu_free_mib") of $(gib2 "$gpu_total_mib") GiB free, utilization $wish needs $(gib2 "$need")"
+        found ok vram "$(gib2 "$gpu_free_mib") of $(gib2 "$gpu_total_mib") GiB free, utilization $utilization needs $(gib2 "$need")"
     fi
 }
 
@@ -351,6 +352,35 @@ wslconfig_entry() { # NUMBER SECTION KEY VALUE
         */networkingmode) wslconfig_network=${4,,} ;;
         wsl2/localhostforwarding) wslconfig_forwarding=${4,,} ;;
     esac
+}
+
+# Do the weights of --model FOLDER fit where they go? A GiB beside them is the least for cache and activations.
+check_model() {
+    local weights room where
+    [[ -n $model ]] || return 0
+    if [[ ! -d $model ]]; then
+        if [[ $model == [/.~]* ]]; then
+            found stop model "no folder $model" "--model with the folder's full path, or a name on the hub"
+        else
+            found ok model "$model is a name on the hub, not looked at from here"
+        fi
+        return
+    fi
+    if [[ ! -f $model/config.json ]]; then
+        found stop model "no config.json in $model" "--model with the folder that has it"
+        return
+    fi
+    weights=$(du -mcL "$model"/*.safetensors "$model"/*.bin "$model"/*.gguf 2>/dev/null | awk 'END { print $1 + 0 }')
+    if [[ $device != cpu && -n ${gpu_total_mib-} ]]; then
+        room=$(awk -v u="$utilization" -v t="$gpu_total_mib" 'BEGIN { printf "%d", u * t }') where="the GPU at utilization $utilization"
+    else
+        room=$(available_mib) where="free memory"
+    fi
+    if ((weights + 1024 > room)); then
+        found warning model "weights of $(gib "$weights") GiB, $(gib "$room") GiB of $where" "a smaller or quantised model$([[ $where == free* ]] || echo ", or --cpu-offload-gb for vLLM")"
+    else
+        found ok model "weights of $(gib "$weights") GiB, $(gib "$room") GiB of $where"
+    fi
 }
 
 # ---------------------------------------------------------------- disk and folders

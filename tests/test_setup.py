@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,24 @@ def test_no_swap(machine: Machine) -> None:
     assert "swap" not in check(machine)
 
 
+def test_a_model_that_does_not_fit(machine: Machine, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    assert "no config.json" in check(machine, "--model", str(model))["model"]["what"]
+    (model / "config.json").write_text("{}")
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(b"\0" * (5 << 20))
+    assert check(machine, "--model", str(model))["model"]["level"] == "ok"
+    machine.stub("du", "echo 14336 total")  # 14 GiB
+    assert check(machine, "--model", str(model))["model"]["level"] == "ok"  # 24 GiB of memory are free
+    machine.gpu(total_mib=16380, free_mib=16000)
+    finding = check(machine, "--model", str(model))["model"]
+    assert finding["level"] == "warning"
+    assert finding["what"] == "weights of 14.0 GiB, 14.4 GiB of the GPU at utilization 0.9"
+    assert check(machine, "--model", "/no/such")["model"]["level"] == "stop"
+    assert check(machine, "--model", "Qwen/Qwen3-4B")["model"]["level"] == "ok"
+
+
 # ---------------------------------------------------------------- disk and folders
 
 
@@ -604,7 +623,7 @@ def test_line_ends(tmp_path: Path) -> None:
 
 
 def test_shellcheck() -> None:
-    shellcheck = shutil.which("shellcheck")
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     if shellcheck is None:
         pytest.skip("no shellcheck here")
     done = subprocess.run(
