@@ -281,8 +281,9 @@ def sentences(document: Document) -> list[str]:
         step, dead = account["step_ms"], 1 - account["live"]
         said.append(
             f"{name} is {number(account['measured'])}x {base} ({number(account['tokens_per_s']['static'])} against "
-            f"{number(account['tokens_per_s']['serial'])} tok/s): {number(account['rows'])} rows a step, {_percent(dead)} "
-            f"of the row-steps dead, a step of {number(step['static'])} ms for one of {number(step['serial'])} ms, "
+            f"{number(account['tokens_per_s']['serial'])} tok/s): {number(account['rows'])} rows a step, "
+            f"{_percent(dead)} of the row-steps dead, a step of {number(step['static'])} ms for one of "
+            f"{number(step['serial'])} ms, "
             f"{_percent(account['shares']['static']['decode'])} of the time in steps "
             f"({_percent(account['shares']['serial']['decode'])} of {base}); "
             f"{account['unexplained']:+.1%} is unexplained."
