@@ -275,3 +275,14 @@ def generate_command(out: str, **values: Any) -> int:
     from loadgen.trace_tools import generate_file
 
     return generate_file(out, values)
+
+
+@cli.command("check")
+@click.option("--streams", type=COUNT, default=256, show_default=True, metavar="N", help="Streams of 20 ms a token.")
+@click.option("--rate", type=click.FloatRange(min=1), default=200.0, show_default=True, metavar="R", help="Requests/s.")
+@click.option("--json", "as_json", is_flag=True)
+def check_command(streams: int, rate: float, as_json: bool) -> int:
+    """What this client can do here: highest event rate and its cost, accuracy, lateness. About half a minute."""
+    from loadgen.check import check
+
+    return check(streams, rate, as_json)
