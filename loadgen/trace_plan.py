@@ -41,7 +41,7 @@ Planned = tuple[int, Request]
 _AHEAD_ROWS = 1 << 15  # rows held to bring later turns, which may be due early on a fast server, to the front
 _BUILT_AHEAD = 20_000  # requests made before the clock starts, at most
 _BUILT_BYTES = 64 << 20  # and bytes of bodies
-_BUILT_S = 0.2  # and time: a long trace begins to be sent within a second
+_BUILT_S = 0.15  # and time: a long trace begins to be sent within a second
 _WARMUP_OUTPUT = 32  # longest answer of a warm-up request
 _KNOWN_IDS = 1 << 20  # requests that a later row may name in `after`
 
@@ -568,10 +568,18 @@ def _counters(trace: Trace) -> dict[str, Any]:
     }
 
 
+_SKIPPED = {"zero_output": "no output", "no_input": "no input", "too_long": "longer than the model takes"}
+
+
 def _notes(trace: Trace) -> tuple[str, ...]:
     """What makes one doubt that this was the replay that was wanted."""
     counts = trace.counts
     notes = [quirk for quirk in trace.found.quirks if "in seconds" in quirk]
+    notes += [f"{counts.skipped[why]:,} rows skipped: {said}" for why, said in _SKIPPED.items() if counts.skipped[why]]
+    if counts.clipped:
+        rows = counts.clipped["input_rows"] + counts.clipped["output_rows"]
+        tokens = counts.clipped["input_tokens"] + counts.clipped["output_tokens"]
+        notes.append(f"{rows:,} rows were clipped by {tokens:,} tokens to fit the model")
     if counts.unknown_keys:
         notes.append(f"keys that are not of the format were ignored: {', '.join(sorted(counts.unknown_keys))}")
     if counts.ended_by not in (None, "--to", "--requests"):
