@@ -477,8 +477,8 @@ asyncio.run(main())
 """
 
 
-def test_k13_no_limit_on_the_whole_request_unless_asked_for(transport: str, tmp_path: Path) -> None:
-    """A default limit of two seconds stands for aiohttp's five minutes."""
+def test_k13_no_limit_on_the_whole_request_unless_asked_for(tmp_path: Path) -> None:
+    """A default limit of two seconds stands for aiohttp's five minutes; the wire has no such thing."""
     (tmp_path / "sitecustomize.py").write_text(DEFAULT_TOTAL_OF_2_S)
     with ScriptedServer(lambda number, a: good(a, 400, 8, 300)) as server:
         bare = subprocess.run(
@@ -489,7 +489,7 @@ def test_k13_no_limit_on_the_whole_request_unless_asked_for(transport: str, tmp_
             timeout=60,
         )
         assert "TimeoutError" in bare.stderr  # the trap is armed
-        flags = ("--concurrency", "1", "--requests", "1", "--transport", transport, "--out", str(tmp_path / "run"))
+        flags = ("--concurrency", "1", "--requests", "1", "--transport", "aiohttp", "--out", str(tmp_path / "run"))
         result = cli("--url", server.url, *flags, *QUICK, python_path=tmp_path)
     assert result.returncode in WELL, result.stderr
     (line,) = (tmp_path / "run" / "requests.jsonl").read_bytes().splitlines()
@@ -606,16 +606,17 @@ def test_k14_the_wait_for_a_free_slot_is_in_the_latency(transport: str) -> None:
     assert metrics["e2e_ms"]["max"] >= 1290
 
 
-CLOCK_STEPS_BACK = """
+CLOCK_STEPS = """
 import time as _t
-_r, _m = _t.time, _t.monotonic; _s = _m()
-_t.time = lambda: _r() - (3600 if _m() - _s > 1 else 0)
+_r, _m = _t.time, _t.monotonic
+_t.time = lambda: _r() - 3600 * (int(5 * _m()) % 2)
 """
 
 
 def test_k14_a_step_of_the_wall_clock_bends_nothing(transport: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(CLOCK_STEPS_BACK)
-    with ScriptedServer(lambda number, a: good(a, 100, 15, 100)) as server:
+    """An hour back and forth again, every 200 ms."""
+    (tmp_path / "sitecustomize.py").write_text(CLOCK_STEPS)
+    with ScriptedServer(lambda number, a: good(a, 100, 8, 50)) as server:
         flags = ("--concurrency", "1", "--requests", "2", "--transport", transport, "--out", str(tmp_path / "run"))
         result = cli("--url", server.url, *flags, *QUICK, python_path=tmp_path)
         posts = server.posts()
@@ -623,11 +624,11 @@ def test_k14_a_step_of_the_wall_clock_bends_nothing(transport: str, tmp_path: Pa
     start_ns = strict(tmp_path / "run" / "run.json")["start_monotonic_ns"]
     lines = [orjson.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_bytes().splitlines()]
     for line, post in zip(lines, posts, strict=True):
-        for name, step in (("first_token_ns", 1), ("last_token_ns", 15)):
+        for name, step in (("first_token_ns", 1), ("last_token_ns", 8)):
             assert -EARLY_NS <= line[name] + start_ns - post.sent_ns[step] < LATE_NS
         assert 0 <= line["planned_ns"] <= line["sent_ns"] <= line["first_byte_ns"] <= line["end_ns"]
     metrics = strict(tmp_path / "run" / "run.json")["metrics"]
-    assert 1.5 * 2 - 0.01 <= metrics["window_s"] < 3.5
+    assert 0.45 * 2 - 0.01 <= metrics["window_s"] < 3
 
 
 # ---------------------------------------------------------------- K15, K16: trace files
@@ -923,10 +924,9 @@ def test_k19_identity_is_asked_for_and_gzip_is_read_all_the_same(transport: str)
     assert record.ok and (record.num_events, record.text) == (5, "wwwww")
 
 
-@pytest.mark.parametrize("names", [("HTTP_PROXY", "http_proxy"), ("ALL_PROXY", "all_proxy")])
-def test_k19_loopback_never_goes_through_a_proxy(transport: str, names: tuple[str, str], tmp_path: Path) -> None:
+def test_k19_loopback_never_goes_through_a_proxy(transport: str, tmp_path: Path) -> None:
     with ScriptedServer(quick) as server:
-        proxies = {name: "http://127.0.0.1:9" for name in names}
+        proxies = {name: "http://127.0.0.1:9" for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")}
         flags = ("--concurrency", "1", "--requests", "3", "--transport", transport, "--out", str(tmp_path / "run"))
         result = cli("--url", server.url, *flags, "--warmup", "0", "--output-tokens", "2", **proxies)
     assert result.returncode in WELL, result.stderr
