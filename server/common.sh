@@ -135,7 +135,8 @@ run_server() {
             printf '\r%s: %d s: %.100s\033[K' "$name" $((SECONDS - begin)) "$(last_line)" >&2
         elif ((SECONDS - last_told >= 5)); then
             last_told=$SECONDS
-            say "$((SECONDS - begin)) s: $(last_line | cut -c -100)"
+            line=$(last_line | cut -c -100) || true
+            say "$((SECONDS - begin)) s: ${line:-nothing said yet}"
         fi
         pause 0.5
     done
@@ -209,20 +210,21 @@ last_line() { tail -c 4000 "$log" | sed 's/\x1b\[[0-9;]*[A-Za-z]//g; s/\r/\n/g' 
 # ---------------------------------------------------------------- why it failed
 
 # What is in the log is told apart by the words of vLLM, torch, CUDA and transformers; the first that fits, wins.
-# One a line: pattern (extended, any case) | what happened: what to do
+# One a line: pattern (extended, any case) => what happened: what to do. With =>> the log's own words follow: they hold
+# the numbers.
 FAILURES='
 driver version is insufficient|NVIDIA driver .*too old|forward compatibility was attempted => the NVIDIA driver is too old for this build: update the driver on Windows (under WSL) or of this Linux, or --cpu after bash setup.sh --cpu
 no kernel image is available|PTX was compiled with an unsupported|not compatible with the current PyTorch => this GPU is too old for this build: --cpu after bash setup.sh --cpu
 Bfloat16 is only supported on GPUs => this GPU has no bfloat16: --dtype half
 libcuda\.so.*cannot open shared object|Found no NVIDIA driver|no CUDA-capable device|CUDA unknown error => no GPU driver reachable: bash setup.sh check tells which part is missing
-Free memory on device .*less than desired GPU memory util => out of VRAM: less is free than --gpu-memory-utilization asks for: a lower one, or close what uses the GPU (nvidia-smi lists it)
-max seq len .*KV cache is needed|No available memory for the cache blocks => out of memory for the KV cache: a lower --max-model-len, a higher --gpu-memory-utilization (on CPU: VLLM_CPU_KVCACHE_SPACE), or a smaller model
+Free memory on device .*less than desired GPU memory util =>> out of VRAM: less is free than --gpu-memory-utilization asks for: a lower one, or close what uses the GPU (nvidia-smi lists it)
+max seq len .*KV cache is needed|No available memory for the cache blocks =>> out of memory for the KV cache: a lower --max-model-len, a higher --gpu-memory-utilization (on CPU: VLLM_CPU_KVCACHE_SPACE), or a smaller model
 CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED => out of VRAM: a lower --max-model-len or --max-num-seqs, or a smaller or quantised model
-Available memory on node .*less than|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory|^MemoryError|[^a-z]MemoryError => out of memory: a smaller VLLM_CPU_KVCACHE_SPACE or model, or more memory for WSL (memory= in .wslconfig)
+Available memory on node .*less than|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory|^MemoryError|[^a-z]MemoryError =>> out of memory: a smaller VLLM_CPU_KVCACHE_SPACE or model, or more memory for WSL (memory= in .wslconfig)
 Address already in use|error while attempting to bind|cannot listen on => the port is in use: --port with another number
 GatedRepoError|gated repo|401 Client Error => the hub refuses this model without permission: accept its licence there and set HF_TOKEN, or --model FOLDER
 not a valid model identifier|is not a local folder|Invalid repository ID|Repo id must|RepositoryNotFoundError|LocalEntryNotFound|couldn.t connect to|Incorrect path_or_model_id|cannot find the requested files|Can.t load the configuration|no model at|OfflineModeIsEnabled => model not found: --model with a folder, or with a name that the hub has and this machine reaches
-is greater than the derived max_model_len|longer than the model => --max-model-len is beyond what the model was made for: a lower one
+is greater than the derived max_model_len|longer than the model =>> --max-model-len is beyond what the model was made for: a lower one
 Model architectures .*not supported|does not recognize this architecture => this model is not one that this version serves: another --model
 No space left on device => the disk is full: free some, or move the cache (HF_HOME)
 Failed to find C compiler|InvalidCxxCompiler|No working C\+\+ compiler => no C compiler: sudo apt install build-essential, or --enforce-eager
@@ -233,18 +235,20 @@ No module named .?(vllm|server|torch|transformers) => not installed: bash setup.
 
 # reason STATUS: one line. The exit status tells only what no log can.
 reason() {
-    local status=$1 pattern advice line text
+    local status=$1 pattern advice line text said
     text=$(plain_log)
     while IFS= read -r line; do
-        [[ $line == *' => '* ]] || continue
-        pattern=${line%% => *} advice=${line#* => }
-        if grep -qiE -- "$pattern" <<<"$text"; then
-            echo "$advice"
-            return
-        fi
+        [[ $line == *' =>'*' '* ]] || continue
+        pattern=${line%% =>*} advice=${line#* =>}
+        said=$(grep -m 1 -oiE -- "($pattern).{0,110}" <<<"$text" | head -n 1) || true
+        [[ -n $said ]] || continue
+        if [[ $advice == '>'* ]]; then echo "${advice#> }; it said: ${said}"; else echo "${advice# }"; fi
+        return
     done <<<"$FAILURES"
     if ((status == 137)) || (($(num_oom_kills) > num_oom_kills_before)) ||
-        grep -qE "exit code: -9|: -9[,}]|SIGKILL" <<<"$text"; then
+        grep -qE "exit code: -9|: -9[,}]|SIGKILL" <<<"$text" ||
+        # vLLM points at a cause above, and there is none: its engine process vanished without a word
+        { grep -qF "Engine core initialization failed" <<<"$text" && ! grep -qE "EngineCore.* ERROR |[A-Za-z]+Error: [^E]" <<<"$text"; }; then
         echo "killed, as the kernel does when memory runs out ($(gib "$(available_mib)") GiB are free now): a smaller model or VLLM_CPU_KVCACHE_SPACE, or more memory for WSL (memory= in .wslconfig)"
         return
     fi
@@ -255,6 +259,6 @@ reason() {
     # else its own last word; vLLM's very last one only points at the one before
     line=$(grep -E '(^|[] ])([A-Za-z_.]*(Error|Exception|error)|server): ' <<<"$text" |
         grep -vE 'Engine core init|listening on|server: ready' | tail -n 1) || true
-    line=${line:-$(tail -n 1 <<<"$text")}
+    line=${line:-$(grep -v warn <<<"$text" | tail -n 1)}
     echo "status $status: $(cut -c -300 <<<"${line:-it said nothing}")"
 }

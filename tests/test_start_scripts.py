@@ -435,7 +435,7 @@ REASONS = [
     (
         "too-long",
         "Value error, User-specified max_model_len (99999) is greater than the derived max_model_len (8192)",
-        "beyond what the model was made for",
+        "a lower one; it said: is greater than the derived max_model_len (8192)",
     ),
     ("architecture", "ValueError: Model architectures ['Foo'] are not supported for now.", "another --model"),
     ("disk", "OSError: [Errno 28] No space left on device", "the disk is full"),
@@ -445,6 +445,11 @@ REASONS = [
     ("package", "ModuleNotFoundError: No module named 'vllm'", "not installed: bash setup.sh"),
     ("worker-killed", "ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down", "killed"),
     ("engine-killed", "Failed core proc(s): {'EngineCore_DP0': -9}", "killed"),
+    (
+        "engine-vanished",
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+        "killed",
+    ),
     ("flag", "api_server.py: error: unrecognized arguments: --foo", "unrecognized arguments: --foo"),
     (
         "other",
