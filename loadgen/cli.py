@@ -30,7 +30,7 @@ from loadgen.flags import (
     flags,
     options_from,
 )
-from loadgen.options import UsageError
+from loadgen.options import Span, UsageError
 
 
 def refuse_given(why: str, *names: str) -> None:
@@ -286,3 +286,25 @@ def check_command(streams: int, rate: float, as_json: bool) -> int:
     from loadgen.check import check
 
     return check(streams, rate, as_json)
+
+
+@cli.command("constrained")
+@click.argument("url")
+@click.option("--kinds", metavar="LIST", help="Of none,polite,choice,regex,json,response_format,tool. [default: all]")
+@click.option("--rounds", type=COUNT, default=3, show_default=True, metavar="N", help="Interleaved.")
+@click.option("--requests", type=COUNT, default=16, show_default=True, metavar="N", help="Of each kind in a round.")
+@click.option("--concurrency", type=COUNT, default=4, show_default=True, metavar="N")
+@click.option("--output-tokens", type=COUNT, default=96, show_default=True, metavar="N", help="At most.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="[default: a new one: grammars are new, too]")
+@click.option("--legacy-guided", is_flag=True, help="guided_* fields, for servers older than structured_outputs.")
+@flags(SERVER_FLAGS, OUTPUT_FLAGS)
+def constrained_command(url: str, kinds: str | None, rounds: int, legacy_guided: bool, **values: Any) -> int:
+    """What constrained decoding costs and guarantees: choice, regex, JSON schema, response_format, tools."""
+    from loadgen.constrained import constrained
+
+    if (values.get("endpoint") or "") == "completions":
+        refuse_given("here: constraints are asked for on chat", "endpoint")
+    tokens = Span(values["output_tokens"], values["output_tokens"])
+    options = options_from({**values, "url": url, "output_tokens": tokens})
+    names = None if kinds is None else [name.strip() for name in kinds.split(",") if name.strip()]
+    return constrained(options, names, rounds, legacy_guided)
