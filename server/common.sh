@@ -248,7 +248,8 @@ reason() {
     if ((status == 137)) || (($(num_oom_kills) > num_oom_kills_before)) ||
         grep -qE "exit code: -9|: -9[,}]|SIGKILL" <<<"$text" ||
         # vLLM points at a cause above, and there is none: its engine process vanished without a word
-        { grep -qF "Engine core initialization failed" <<<"$text" && ! grep -qE "EngineCore.* ERROR |[A-Za-z]+Error: [^E]" <<<"$text"; }; then
+        { grep -qF "Engine core initialization failed" <<<"$text" &&
+            ! grep -v WARNING <<<"$text" | grep -qE "EngineCore.* ERROR |[A-Za-z]+Error: [^E]"; }; then
         echo "killed, as the kernel does when memory runs out ($(gib "$(available_mib)") GiB are free now): a smaller model or VLLM_CPU_KVCACHE_SPACE, or more memory for WSL (memory= in .wslconfig)"
         return
     fi
@@ -257,7 +258,7 @@ reason() {
         return
     fi
     # else its own last word; vLLM's very last one only points at the one before
-    line=$(grep -E '(^|[] ])([A-Za-z_.]*(Error|Exception|error)|server): ' <<<"$text" |
+    line=$(grep -v WARNING <<<"$text" | grep -E '(^|[] ])([A-Za-z_.]*(Error|Exception|error)|server): ' |
         grep -vE 'Engine core init|listening on|server: ready' | tail -n 1) || true
     line=${line:-$(grep -v warn <<<"$text" | tail -n 1)}
     echo "status $status: $(cut -c -300 <<<"${line:-it said nothing}")"

@@ -447,6 +447,7 @@ REASONS = [
     ("engine-killed", "Failed core proc(s): {'EngineCore_DP0': -9}", "killed"),
     (
         "engine-vanished",
+        "WARNING Found ulimit of 20000. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`\n"
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
         "killed",
     ),
