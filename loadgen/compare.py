@@ -1,48 +1,53 @@
 """`loadgen compare`: is B faster than A, by how much, and is that more than noise?
 
     loadgen compare A=http://127.0.0.1:8000 B=http://127.0.0.1:8100 --concurrency 16 --rounds 5
-    loadgen compare A=http://127.0.0.1:8000 B=http://127.0.0.1:8000 --start A='...' --start B='...' --concurrency 16
+    loadgen compare old=http://127.0.0.1:8000 new=http://127.0.0.1:8100 --start old='...' --start new='...' --rate 2
 
-A round loads every arm once, with the same requests; the order turns round every time (A B, B A, ...), so that drift
-falls on both. Every round has a seed of its own: a prefix cache that has seen a prompt must not help. Arms with
---start are started for their turn and stopped after it; the others are up all the time. The round is the unit of
-replication: what is compared is each round's figure with the same round's figure of the baseline, the first arm.
+A round loads every arm twice, forth and back (A B B A), so that a machine which slowly warms up or fills up favours
+nobody; who begins a round is drawn by lot, so that no rhythm of the machine can. A round's figure of an arm is the
+geometric mean of its two loads. The round is the unit of replication: it is compared with the same round of the
+baseline, the first arm. docs/compare.md has what other orders do to the intervals.
 
-The folder: compare.json (`"format": "loadgen.compare/1"`), report.html, round-N/ARM with a run folder each, logs/.
+All arms get the same requests, and every load of an arm gets other ones: a prefix cache that has seen a prompt must
+not help. (Arms with one address are one server: there each gets its own, of the same kind.) Arms with --start are
+started for their turn and stopped after it; the others are up all the time.
 
-Verdicts, out of the 95 % interval of the ratio: `same within x %` when it lies inside of +- x %; `faster` or `slower`
-when it leaves 1 out; else `not resolved`, with the smallest difference that these rounds would have found in four of
-five repeats, and the rounds that would settle the ratio that was found. Each verdict by itself errs in one of twenty.
+The folder: compare.json (`"format": "loadgen.compare/1"`), report.html, round-N/ARM-1 and ARM-2 with a run folder each,
+logs/. Verdicts are in verdicts.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import orjson
 
 from loadgen import run_folder
 from loadgen.audit import audit
 from loadgen.metrics import summarize
-from loadgen.options import Options, UsageError
+from loadgen.options import Options, UnusableServer, UsageError
 from loadgen.page import write_page
 from loadgen.progress import Bar
 from loadgen.record import Run
-from loadgen.report import number
+from loadgen.report import columns_of, number
 from loadgen.run import INTERRUPTED, INVALID, OK, REQUESTS_FAILED, new_folder
 from loadgen.servers import Server
-from loadgen.stats import log_ratio_interval
+from loadgen.target import base_url
+from loadgen.verdicts import NOT_RESOLVED, judge
 from loadgen.workers import run_load
 
 FORMAT = "loadgen.compare/1"
+LOADS = 2  # of an arm in a round
 METRICS: Mapping[str, tuple[str, str | None, bool]] = {  # name -> key of metrics, percentile, higher is better
     "output_tokens_per_s": ("output_tokens_per_s", None, True),
     "requests_per_s": ("requests_per_s", None, True),
@@ -68,22 +73,29 @@ class Arm:
 class Plan:
     arms: Sequence[Arm]
     load: Options
-    rounds: int = 5
+    rounds: int = 5  # of two loads of each arm
     same_within: float = 0.03  # as a share: 0.03 = 3 %
     start_timeout_s: float = 600.0
 
 
 @dataclass(slots=True)
 class Rounds:
-    """What came out of one arm, a summary a round."""
+    """What came out of one arm: the run.json of each load, LOADS a round."""
 
     documents: list[dict[str, Any]] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
 
     def values(self, metric: str, count: int) -> list[float | None]:
+        """A figure for each of the first `count` rounds; None where a load had none."""
         key, percentile, _ = METRICS[metric]
-        found = [document["metrics"].get(key) for document in self.documents[:count]]
-        return [value[percentile] if percentile and value is not None else value for value in found]
+        loads = [document["metrics"].get(key) for document in self.documents[: LOADS * count]]
+        figures = [value[percentile] if percentile and value is not None else value for value in loads]
+        return [_geometric_mean(figures[i : i + LOADS]) for i in range(0, len(figures), LOADS)]
+
+
+def _geometric_mean(figures: Sequence[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None and figure > 0]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known and len(known) == len(figures) else None
 
 
 def parse_arms(pairs: Sequence[tuple[str, str]], starts: Sequence[tuple[str, str]]) -> list[Arm]:
@@ -103,72 +115,114 @@ def parse_arms(pairs: Sequence[tuple[str, str]], starts: Sequence[tuple[str, str
     return [Arm(name, url, commands.get(name)) for name, url in pairs]
 
 
+def order_of(arms: int, round_number: int, seed: int) -> list[int]:
+    """The turns of a round: the arms in an order drawn by lot, and back."""
+    generator = np.random.default_rng([seed, round_number])
+    forth = [int(arm) for arm in generator.permutation(arms)]
+    return [*forth, *reversed(forth)]
+
+
+def seed_of(plan: Plan, seed: int, arm: int, round_number: int, load: int) -> int:
+    """The seed of an arm's load: the same for all arms, never twice; of its own where two arms are one server."""
+    urls = [base_url(other.url) for other in plan.arms]
+    number_ = LOADS * (round_number - 1) + load
+    return seed + number_ + LOADS * plan.rounds * urls[:arm].count(urls[arm])
+
+
+# ---------------------------------------------------------------- the command
+
+
 def compare(plan: Plan) -> int:
-    """Run the rounds, print the table; the exit status of a run. Raises UsageError, UnusableServer."""
+    """Run the rounds, print the table; the exit status of a run.
+
+    Raises UsageError or UnusableServer; when rounds were complete by then, after writing and printing them.
+    """
     options = plan.load
-    if options.seed is None:
-        options = options.replace(seed=secrets.randbits(30))
+    seed = options.seed if options.seed is not None else secrets.randbits(30)
     folder = new_folder(options.out, "compare-" + "-".join(arm.name for arm in plan.arms))
     results = {arm.name: Rounds() for arm in plan.arms}
     complete = 0
     interrupted = False
+    error: UnusableServer | UsageError | None = None
     try:
-        for number_ in range(1, plan.rounds + 1):
-            turn = plan.arms if number_ % 2 else list(reversed(plan.arms))
-            for arm in turn:
-                run = _turn(plan, options, arm, number_, folder, results[arm.name])
-                if run.interrupted:
-                    raise KeyboardInterrupt
-            complete = number_
+        for round_number in range(1, plan.rounds + 1):
+            _round(plan, seed, round_number, folder, results)
+            complete = round_number
     except KeyboardInterrupt:
         interrupted = True
+    except (UnusableServer, UsageError) as stopped:
+        if not complete:
+            raise
+        error = stopped
     if not folder.exists():
         return INTERRUPTED
-    document = document_of(plan, results, complete, interrupted, options.seed or 0)
+    document = document_of(plan, results, complete, interrupted, seed)
     _write(folder / "compare.json", document)
-    text = text_of(document)
-    shown = [(name, rounds.folders[-1]) for name, rounds in results.items() if rounds.folders]
-    write_page(
-        [path for _, path in shown],
-        folder / "report.html",
-        names=[name for name, _ in shown],
-        comparison=document if complete else None,
-        texts={"Compared": text},
-        title=f"loadgen compare: {', '.join(results)}",
-    )
-    if options.json:
-        sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
-    elif not options.quiet:
-        click.echo(text)
-    if not options.json:
-        click.echo(f"{'' if options.quiet else 'records and report: '}{folder}")
+    _show(options, folder, document, results)
+    if error is not None:
+        raise error
     if interrupted:
         return INTERRUPTED
-    if any(not arm["valid"] for arm in document["arms"].values()):
+    if any(arm["invalid_loads"] for arm in document["arms"].values()):
         return INVALID
     failed = sum(arm["failed"] for arm in document["arms"].values())
     return REQUESTS_FAILED if failed > options.max_failures else OK
 
 
-def _turn(plan: Plan, options: Options, arm: Arm, number_: int, folder: Path, rounds: Rounds) -> Run:
-    """Load one arm once; its run folder is the record."""
-    warm = bool(rounds.folders) and arm.start is None  # the same server was loaded in the round before
-    load = options.replace(
-        url=arm.url,
-        seed=(options.seed or 0) + number_,
-        warmup=min(1, options.warmup) if warm and options.warmup is not None else 1 if warm else options.warmup,
+def _show(options: Options, folder: Path, document: Mapping[str, Any], results: Mapping[str, Rounds]) -> None:
+    shown = [(name, rounds.folders[-1]) for name, rounds in results.items() if rounds.folders]
+    write_page(
+        [path for _, path in shown],
+        folder / "report.html",
+        names=[f"{name}, last load" for name, _ in shown],
+        comparison=document if document["rounds"] else None,
+        texts={"Was it the same work?": "\n".join(work_lines(document))},
+        title=f"loadgen compare: {', '.join(results)}",
     )
-    with contextlib.ExitStack() as stack:
-        if arm.start is not None:
-            log = folder / "logs" / f"{arm.name}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            server = Server(arm.name, arm.start, arm.url, log, timeout_s=plan.start_timeout_s, quiet=options.quiet)
-            stack.enter_context(server)
-        run = run_load(load, progress=None if options.quiet else Bar(f"round {number_}/{plan.rounds} {arm.name}"))
-        path = folder / f"round-{number_}" / arm.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        document = run_folder.save(path, run, summarize(run, options.slo), audit(run).as_dict())
-    rounds.documents.append(document)
+    if options.json:
+        sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+        return
+    if not options.quiet:
+        click.echo(text_of(document))
+    click.echo(f"{'' if options.quiet else 'records and report: '}{folder}")
+
+
+def _round(plan: Plan, seed: int, round_number: int, folder: Path, results: Mapping[str, Rounds]) -> None:
+    """Every arm forth and back. Raises KeyboardInterrupt when a load was interrupted."""
+    loads = dict.fromkeys(range(len(plan.arms)), 0)
+    turns = order_of(len(plan.arms), round_number, seed)
+    for index, turn in itertools.groupby(turns):  # the arm at the turning point goes twice on one start
+        arm = plan.arms[index]
+        with _started(plan, arm, folder):
+            for _ in turn:
+                loads[index] += 1
+                options = plan.load.replace(
+                    url=arm.url, seed=seed_of(plan, seed, index, round_number, loads[index] - 1)
+                )
+                if arm.start is None and results[arm.name].folders:  # warm since the round before
+                    options = options.replace(warmup=1 if options.warmup is None else min(1, options.warmup))
+                label = f"round {round_number}/{plan.rounds} {arm.name} {loads[index]}/{LOADS}"
+                path = folder / f"round-{round_number}" / f"{arm.name}-{loads[index]}"
+                if _load(options, label, path, results[arm.name]).interrupted:
+                    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _started(plan: Plan, arm: Arm, folder: Path) -> Iterator[None]:
+    if arm.start is None:
+        yield
+        return
+    log = folder / "logs" / f"{arm.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with Server(arm.name, arm.start, arm.url, log, timeout_s=plan.start_timeout_s, quiet=plan.load.quiet):
+        yield
+
+
+def _load(options: Options, label: str, path: Path, rounds: Rounds) -> Run:
+    """One load of one arm; its run folder is the record."""
+    run = run_load(options, progress=None if options.quiet else Bar(label))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rounds.documents.append(run_folder.save(path, run, summarize(run, options.slo), audit(run).as_dict()))
     rounds.folders.append(path)
     return run
 
@@ -179,33 +233,38 @@ def _turn(plan: Plan, options: Options, arm: Arm, number_: int, folder: Path, ro
 def document_of(
     plan: Plan, results: Mapping[str, Rounds], complete: int, interrupted: bool, seed: int
 ) -> dict[str, Any]:
-    """compare.json of the complete rounds."""
+    """compare.json of the complete rounds; where there is none, it says what was done until then."""
     baseline = plan.arms[0].name
-    arms = {name: _work(rounds.documents) for name, rounds in results.items()}
-    metrics = {}
-    for metric, (_, _, higher) in METRICS.items():
-        base = results[baseline].values(metric, complete)
-        entries = {
-            name: _entry(base, rounds.values(metric, complete), higher, plan.same_within, name == baseline)
-            for name, rounds in results.items()
-        }
-        if any(entry["value"] is not None for entry in entries.values()):
-            metrics[metric] = entries
+    arms = {name: _work(rounds.documents[: LOADS * complete or None]) for name, rounds in results.items()}
+    figures = {}
+    for metric in METRICS:
+        values = {name: rounds.values(metric, complete) for name, rounds in results.items()}
+        if any(value is not None for rounds in values.values() for value in rounds):
+            figures[metric] = values
+    different = different_work(arms, baseline)
+    for name, arm in arms.items():
+        arm["same_work"] = not different.get(name) and not arms[baseline]["failed"]
     return {
         "format": FORMAT,
         "arms": arms,
         "rounds": complete,
+        "loads_per_round": LOADS,
         "baseline": baseline,
         "same_within": plan.same_within,
         "seed": seed,
         "interrupted": interrupted,
-        "different_work": different_work(arms, baseline),
-        "metrics": metrics,
+        "different_work": [text for found in different.values() for text in found],
+        "metrics": judge(
+            figures,
+            baseline=baseline,
+            higher_is_better={metric: higher for metric, (_, _, higher) in METRICS.items()},
+            same_within=plan.same_within,
+        ),
     }
 
 
 def _work(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What an arm was asked for and did, over all its rounds."""
+    """What an arm was asked for and did, over all loads of the complete rounds."""
 
     def total(key: str) -> int | None:
         values = [document["metrics"].get(key) for document in documents]
@@ -217,135 +276,103 @@ def _work(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "requests": sum(document["counts"]["started"] for document in documents),
         "failed": sum(document["counts"]["failed"] for document in documents),
         "input_tokens": total("input_tokens"),
+        "input_tokens_cached": total("input_tokens_cached"),
         "output_tokens": total("output_tokens"),
         "output_tokens_asked": total("output_tokens_asked"),
-        "valid": all(document["validity"]["valid"] for document in documents),
+        "output_tokens_estimated": total("output_tokens_estimated"),
+        "loads": len(documents),
+        "invalid_loads": sum(not document["validity"]["valid"] for document in documents),
     }
 
 
-def different_work(arms: Mapping[str, Mapping[str, Any]], baseline: str) -> list[str]:
-    """What makes the ratios unfair, in words; empty when all did the same."""
-    base, found = arms[baseline], []
+def different_work(arms: Mapping[str, Mapping[str, Any]], baseline: str) -> dict[str, list[str]]:
+    """By arm, what makes its ratios unfair, in words; empty when all did the same. Lengths may differ by 1 %."""
+    base = arms[baseline]
+    result: dict[str, list[str]] = {}
     for name, arm in arms.items():
+        found = result[name] = []
         if arm["failed"]:
             found.append(f"{name}: {arm['failed']} of {arm['requests']} requests failed; they are in no figure")
+        if arm["output_tokens_estimated"]:
+            found.append(f"{name} gave no token counts: its output tokens are counted events")
         if name == baseline:
             continue
         for key, label in (("requests", "requests"), ("input_tokens", "input"), ("output_tokens", "output")):
             here, there = arm[key], base[key]
+            unit = "" if key == "requests" else " tokens"
             if here is None or there is None:
-                found.append(f"{name} or {baseline} does not count its {label.removesuffix('s')} tokens")
+                found.append(f"{name} or {baseline} does not count its {label}{unit}")
             elif abs(here - there) > 0.01 * there:
-                unit = "" if key == "requests" else " tokens"
                 found.append(f"{name} did {here} {label}{unit}, {baseline} {there}")
+        here, there = arm["input_tokens_cached"] or 0, base["input_tokens_cached"] or 0
+        if abs(here - there) > 0.05 * (base["input_tokens"] or 0):
+            found.append(f"{name} took {here} prompt tokens from its prefix cache, {baseline} {there}")
         if arm["server"]["model"] != base["server"]["model"]:
             found.append(f"{name} served {arm['server']['model']}, {baseline} {base['server']['model']}")
-    return found
-
-
-def _entry(
-    base: Sequence[float | None], values: Sequence[float | None], higher: bool, same_within: float, is_base: bool
-) -> dict[str, Any]:
-    """{value, rounds, ratio, low, high, verdict, detectable, rounds_needed}: null for what cannot be said."""
-    known = [value for value in values if value is not None and value > 0]
-    whole = len(known) == len(values) and bool(known)
-    entry: dict[str, Any] = {
-        "value": math.exp(sum(map(math.log, known)) / len(known)) if whole else None,
-        "rounds": list(values),
-        "ratio": 1.0 if is_base and whole else None,
-        "low": None,
-        "high": None,
-        "verdict": "baseline" if is_base else "unknown",
-        "detectable": None,
-        "rounds_needed": None,
-    }
-    there = [value for value in base if value is not None and value > 0]
-    if is_base or not whole or len(there) != len(known):
-        return entry
-    entry["ratio"] = math.exp(sum(math.log(v / b) for v, b in zip(known, there, strict=True)) / len(known))
-    estimate = log_ratio_interval(there, known)
-    if estimate is None:
-        entry["verdict"] = "one round: no interval"
-        return entry
-    entry |= {"low": estimate.low, "high": estimate.high, "detectable": estimate.detectable}
-    entry["verdict"] = verdict(estimate.low, estimate.high, higher, same_within)
-    if entry["verdict"] == "not resolved":
-        entry["rounds_needed"] = estimate.rounds_needed
-    return entry
-
-
-def verdict(low: float, high: float, higher_is_better: bool, same_within: float) -> str:
-    """What the 95 % interval low..high of arm / baseline says."""
-    if 1 / (1 + same_within) <= low and high <= 1 + same_within:
-        return f"same within {100 * same_within:g} %"
-    if low > 1:
-        return "faster" if higher_is_better else "slower"
-    if high < 1:
-        return "slower" if higher_is_better else "faster"
-    return "not resolved"
+    return {name: found for name, found in result.items() if found}
 
 
 # ---------------------------------------------------------------- as text
 
 
 def text_of(document: Mapping[str, Any]) -> str:
-    """The table: a ratio stands beside both values and the baseline's name."""
-    baseline = document["baseline"]
-    lines = [
-        f"{name}: {arm['server']['model']} at {arm['server']['url']}, {arm['requests']} requests, "
-        f"{arm['failed']} failed, {number(arm['input_tokens'])} tokens in, {number(arm['output_tokens'])} out"
-        for name, arm in document["arms"].items()
-    ]
-    lines += [f"! not the same work: {text}" for text in document["different_work"]]
-    lines += [
-        f"! {name}: INVALID in a round, the client was the bottleneck: see its report"
-        for name, arm in document["arms"].items()
-        if not arm["valid"]
-    ]
+    """The work first, then the table: a ratio stands beside both values and the baseline's name."""
+    lines = work_lines(document)
     if not document["rounds"]:
         return "\n".join([*lines, "no round was complete: nothing to compare"])
-    rows = [["metric", "arm", "value", f"{baseline} (baseline)", "ratio", "95 % interval", "verdict"]]
+    baseline = document["baseline"]
+    rows = [["metric", f"{baseline} (baseline)", "value", "arm", "ratio", "95 % interval"]]
+    verdicts = ["verdict"]
     for metric, entries in document["metrics"].items():
         for name, entry in entries.items():
             if name == baseline:
                 continue
             interval = f"{number(entry['low'])} to {number(entry['high'])}" if entry["low"] is not None else "-"
-            said = entry["verdict"]
-            if said == "not resolved":
-                said += f": {(entry['detectable'] - 1):.1%} would have been seen"
-                if entry["rounds_needed"]:
-                    said += f", {entry['rounds_needed']} rounds would settle it"
-            rows.append(
-                [
-                    metric,
-                    name,
-                    number(entry["value"]),
-                    number(entries[baseline]["value"]),
-                    f"{number(entry['ratio'])} x",
-                    interval,
-                    said,
-                ]
-            )
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    table = [
-        "  ".join(
-            cell.ljust(w) if i in (0, 1) else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=False))
-        )
-        + f"  {row[6]}"
-        for row in rows
+            ratio = f"{number(entry['ratio'])} x {baseline}" if entry["ratio"] is not None else "-"
+            rows.append([metric, number(entries[baseline]["value"]), number(entry["value"]), name, ratio, interval])
+            verdicts.append(_said(entry, document["arms"][name]["same_work"]))
+    table = [f"{line}  {said}" for line, said in zip(columns_of(rows), verdicts, strict=True)]
+    return "\n".join([*lines, "", *table, "", *_notes(document)])
+
+
+def work_lines(document: Mapping[str, Any]) -> list[str]:
+    """What every arm did, and what was not the same."""
+    arms = document["arms"]
+    lines = []
+    for name, arm in arms.items():
+        if arm["loads"]:
+            server, tokens = arm["server"], [number(arm[key]) for key in ("input_tokens", "output_tokens")]
+            done = f"{arm['requests']} requests, {arm['failed']} failed, {tokens[0]} tokens in, {tokens[1]} out"
+            lines.append(f"{name}: {server['model']} at {server['url']}, {done}")
+    lines += [f"! not the same work: {text}" for text in document["different_work"]]
+    lines += [
+        f"! {name}: {arm['invalid_loads']} of {arm['loads']} loads are INVALID, the client was measured: see run.json"
+        for name, arm in arms.items()
+        if arm["invalid_loads"]
     ]
-    rounds = document["rounds"]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *table,
-            "",
-            f"{rounds} rounds{' (interrupted)' if document['interrupted'] else ''}; values are geometric means of the "
-            "rounds, ratios of the same rounds; intervals by Student t of their logs; each verdict errs in 1 of 20",
-        ]
-    )
+    return lines
+
+
+def _said(entry: Mapping[str, Any], same_work: bool) -> str:
+    said = str(entry["verdict"])
+    if said == NOT_RESOLVED:
+        if entry["low"] > 1 or entry["high"] < 1:
+            said += ": by itself it would be, but among so many figures one looks so by chance"
+        else:
+            said += f": {entry['detectable'] - 1:.1%} would have been seen"
+        needed = entry["rounds_needed"]
+        said += f"; {needed} rounds would settle it" if needed else "; more than 1000 rounds would settle it"
+    return said if same_work else f"{said} (! not the same work)"
+
+
+def _notes(document: Mapping[str, Any]) -> list[str]:
+    rounds = "1 round" if document["rounds"] == 1 else f"{document['rounds']} rounds"
+    cut = " (interrupted)" if document["interrupted"] else ""
+    return [
+        f"{rounds}{cut} of {document['loads_per_round']} loads of each arm; values are geometric means of the rounds.",
+        "Intervals: Student t of the rounds' log ratios, 95 % for each line by itself. faster and slower are said for",
+        "the table as a whole: where nothing differs, 95 tables of 100 say neither.",
+    ]
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ one numpy, R and most peers use. docs/statistics.md has the reasons and the simu
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,6 +91,7 @@ def student_t_cdf(t: float, df: float) -> float:
     return 1 - tail if t > 0 else tail
 
 
+@functools.lru_cache(maxsize=10_000)
 def student_t_quantile(p: float, df: float) -> float:
     """Inverse of student_t_cdf by bisection, 0 < p < 1, df > 0; exact to 1e-10 relative."""
     if p == 0.5:
@@ -138,14 +141,18 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RatioEstimate:
-    """B over A. detectable: the smallest ratio away from 1 that these rounds would have resolved in four of five
-    repeats, as a factor above 1; rounds_needed: how many rounds resolve the ratio found, None when it is 1."""
+    """B over A: the ratio with its interval, and in logs what decides about more rounds.
+
+    p_value: two-sided, of no difference. difference: mean paired log ratio. deviation: its standard deviation from
+    round to round.
+    """
 
     ratio: float
     low: float
     high: float
-    detectable: float
-    rounds_needed: int | None
+    p_value: float
+    difference: float
+    deviation: float
     rounds: int
 
 
@@ -154,44 +161,70 @@ def log_ratio_interval(a_rounds: Values, b_rounds: Values, confidence: float = 0
 
     The unit of replication is the round: within one, A and B met the same weather, so d_i = log(b_i / a_i) and
     mean(d) +- t(n - 1) s / sqrt(n), exponentiated. (Requests within a round are not independent; treating them so is
-    how tools come to call noise a difference.)
+    how tools come to call noise a difference.) It keeps its promise as far as the d_i are independent and of mean
+    log(B / A): compare.py's rounds are made for that, docs/compare.md has the simulated coverage.
     """
     a, b = np.asarray(a_rounds, dtype=np.float64), np.asarray(b_rounds, dtype=np.float64)
     if len(a) != len(b) or len(a) < 2 or not (np.all(a > 0) and np.all(b > 0)):
         return None
-    return _estimate(np.log(b / a), confidence)
-
-
-def _estimate(differences: npt.NDArray[np.float64], confidence: float) -> RatioEstimate:
+    differences = np.log(b / a)
     n = len(differences)
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
     error = deviation / math.sqrt(n)
     half = student_t_quantile((1 + confidence) / 2, n - 1) * error
-    power = student_t_quantile(0.8, n - 1) * error
-    return RatioEstimate(
-        ratio=math.exp(mean),
-        low=math.exp(mean - half),
-        high=math.exp(mean + half),
-        detectable=math.exp(half + power),
-        rounds_needed=rounds_to_resolve(abs(mean), deviation, confidence),
-        rounds=n,
-    )
+    if error > 0:
+        p_value = 2 * student_t_cdf(-abs(mean) / error, n - 1)
+    else:
+        p_value = 1.0 if mean == 0 else 0.0
+    return RatioEstimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), p_value, mean, deviation, n)
 
 
-def rounds_to_resolve(difference: float, deviation: float, confidence: float = 0.95, power: float = 0.8) -> int | None:
-    """Rounds until a mean log ratio of this size is resolved with this power; None when it is 0 (never).
+def detectable_difference(deviation: float, rounds: int, confidence: float = 0.95, power: float = 0.8) -> float:
+    """The smallest mean log ratio that so many rounds resolve with this power."""
+    reach = student_t_quantile((1 + confidence) / 2, rounds - 1) + student_t_quantile(power, rounds - 1)
+    return reach * deviation / math.sqrt(rounds)
 
-    Smallest n with (t(conf, n-1) + t(power, n-1)) * deviation / sqrt(n) <= difference, at most 1000.
+
+def rounds_to_resolve(
+    difference: float, deviation: float, confidence: float = 0.95, power: float = 0.8, seen: int | None = None
+) -> int | None:
+    """Rounds until a mean log ratio of this size is resolved with this power; None when it is 0, or above 1000.
+
+    Smallest n with (t(confidence, n - 1) + t(power, df)) * deviation / sqrt(n) <= difference. seen: how many rounds the
+    deviation was estimated from, df = seen - 1, for a guess from few rounds may be far too low (Julious & Owen 2006);
+    None: it is known, df = n - 1.
     """
     if difference <= 0:
         return None
     if deviation == 0:
         return 2
-    for n in range(2, 1001):
-        reach = student_t_quantile((1 + confidence) / 2, n - 1) + student_t_quantile(power, n - 1)
-        if reach * deviation / math.sqrt(n) <= difference:
-            return n
-    return 1000
+
+    def enough(n: int) -> bool:
+        df = n - 1 if seen is None else seen - 1
+        reach = student_t_quantile((1 + confidence) / 2, n - 1) + student_t_quantile(power, df)
+        return reach * deviation / math.sqrt(n) <= difference
+
+    n = bisect.bisect_left(range(1001), True, lo=2, key=enough)  # more rounds never resolve less
+    return n if n <= 1000 else None
+
+
+def false_discovery_levels(p_values: Values, level: float = 0.05) -> tuple[list[bool], list[float]]:
+    """(which are claimed, the level each had to meet) when many are tested at once (Benjamini & Hochberg 1995).
+
+    In order of size, p_(k) is held against k / m * level; all up to the last one that is below are claimed. Of what is
+    claimed at most `level` is wrong on average, and where nothing differs, nothing is claimed with probability 1 -
+    level, also when the tests hang together (as the figures of one run do).
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    m = len(p)
+    if m == 0:
+        return [], []
+    ranks = np.empty(m, np.int64)
+    ranks[np.argsort(p, kind="stable")] = np.arange(1, m + 1)
+    levels = level * ranks / m
+    passed = ranks[p <= levels]
+    last = int(passed.max()) if len(passed) else 0
+    return (ranks <= last).tolist(), np.maximum(levels, level * last / m).tolist()
 
 
 def binomial_bounds(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:

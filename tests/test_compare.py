@@ -1,28 +1,28 @@
-"""compare.py and sweep.py: documents of made-up rounds, and both commands against servers that follow a script."""
+"""compare.py: documents of made-up rounds, and the command against servers that follow a script."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from loadgen import sweep
-from loadgen.compare import Arm, Plan, Rounds, document_of, parse_arms, text_of, verdict
-from loadgen.options import Options, Slo, UsageError
-from loadgen.stats import binomial_bounds
+from loadgen.compare import LOADS, Arm, Plan, Rounds, document_of, order_of, parse_arms, seed_of, text_of
+from loadgen.options import Options, UsageError
+from loadgen.verdicts import judge, verdict
 from tests.scripted_server import Asked, ScriptedServer, good
 
 # ---------------------------------------------------------------- documents
 
 
 def rounds(*rates: float, failed: int = 0, output: int = 100, valid: bool = True) -> Rounds:
-    """Rounds whose TTFT is 1000 / rate ms."""
+    """Rounds of these rates, the first load 10 % below and the second 10 % above; TTFT is 1000 / rate ms."""
 
     def document(rate: float) -> dict[str, Any]:
         latency = {key: 1000 / rate for key in ("p50", "p99")}
@@ -36,18 +36,21 @@ def rounds(*rates: float, failed: int = 0, output: int = 100, valid: bool = True
                 "requests_per_s": rate / 10,
                 "goodput_per_s": None,
                 "input_tokens": 500,
+                "input_tokens_cached": None,
                 "output_tokens": output,
                 "output_tokens_asked": 100,
+                "output_tokens_estimated": 0,
                 **dict.fromkeys(names, latency),
             },
         }
 
-    return Rounds([document(rate) for rate in rates], [Path("x")] * len(rates))
+    documents = [document(load) for rate in rates for load in (rate / 1.1, rate * 1.1)]
+    return Rounds(documents, [Path("x")] * len(documents))
 
 
 def compared(a: Rounds, b: Rounds, same_within: float = 0.03) -> dict[str, Any]:
     plan = Plan([Arm("A", "http://a"), Arm("B", "http://b")], Options(), same_within=same_within)
-    return document_of(plan, {"A": a, "B": b}, len(a.documents), False, 1)
+    return document_of(plan, {"A": a, "B": b}, len(a.documents) // LOADS, False, 1)
 
 
 def test_twice_as_fast() -> None:
@@ -59,6 +62,7 @@ def test_twice_as_fast() -> None:
     assert entry["low"] == pytest.approx(2 * math.exp(-0.02484), rel=1e-4)
     assert entry["high"] == pytest.approx(2 * math.exp(0.02484), rel=1e-4)
     assert entry["verdict"] == "faster" and entry["rounds_needed"] is None
+    assert entry["rounds"] == pytest.approx([200 * math.exp(-0.01), 220, 180 * math.exp(0.01)])
     latency = compared(a, b)["metrics"]["ttft_p50_ms"]["B"]
     assert latency["ratio"] == pytest.approx(0.5) and latency["verdict"] == "faster"
     assert compared(b, a)["metrics"]["ttft_p99_ms"]["B"]["verdict"] == "slower"
@@ -100,21 +104,51 @@ def test_one_round_has_no_interval() -> None:
     assert entry["ratio"] == pytest.approx(2) and entry["low"] is None and "one round" in entry["verdict"]
 
 
+def test_a_figure_that_stands_alone_among_many_is_not_claimed() -> None:
+    """Nine figures that do not differ and one of p = 0.03: one in ten looks so by chance, 0.05 / 10 would be needed."""
+    same = {"A": [100.0] * 5, "B": [100 * math.exp(d) for d in (0.05, -0.05, 0.06, -0.06, 0.0)]}
+    odd = {"A": [100.0] * 5, "B": [100 * math.exp(d) for d in (0.02, 0.09, 0.05, 0.13, 0.04)]}
+    figures = {f"m{i}": same for i in range(9)} | {"odd": odd}
+    kinds = {"baseline": "A", "higher_is_better": dict.fromkeys(figures, True), "same_within": 0.03}
+    entry = judge(figures, **kinds)["odd"]["B"]
+    assert 0.005 < entry["p_value"] < 0.05 and entry["low"] > 1 and entry["verdict"] == "not resolved"
+    assert entry["rounds_needed"] > 5
+    assert judge({"odd": odd}, **kinds)["odd"]["B"]["verdict"] == "faster"
+
+
+def test_a_missing_figure_is_no_ratio() -> None:
+    figures = {"m": {"A": [1.0, 2.0], "B": [None, 3.0], "C": [2.0, 4.0]}}
+    entries = judge(figures, baseline="A", higher_is_better={"m": True}, same_within=0.03)["m"]
+    assert entries["B"]["value"] is None and entries["B"]["ratio"] is None and entries["B"]["verdict"] == "no value"
+    assert entries["C"]["ratio"] == pytest.approx(2) and entries["C"]["verdict"] == "faster"
+
+
 def test_different_work_comes_first() -> None:
     document = compared(rounds(100, 101, failed=1), rounds(200, 201, output=70))
     said = document["different_work"]
-    assert any("A: 2 of 22 requests failed" in text for text in said)
-    assert any("B did 140 output tokens, A 200" in text for text in said)
+    assert any("A: 4 of 44 requests failed" in text for text in said)
+    assert any("B did 280 output tokens, A 400" in text for text in said)
     lines = text_of(document).splitlines()
-    assert min(i for i, line in enumerate(lines) if line.startswith("!")) < next(
-        i for i, line in enumerate(lines) if line.startswith("metric")
-    )
+    table = next(i for i, line in enumerate(lines) if line.startswith("metric"))
+    assert max(i for i, line in enumerate(lines) if line.startswith("!")) < table
+    assert all("(! not the same work)" in line for line in lines[table + 1 :] if " x A" in line)
+    assert "(! not the same work)" not in text_of(compared(rounds(100, 101), rounds(200, 201)))
 
 
-def test_no_ratio_without_its_absolutes() -> None:
-    for line in text_of(compared(rounds(100, 101), rounds(200, 205))).splitlines():
-        if " x " in line:
-            assert len([word for word in line.split() if word.replace(".", "").isdigit()]) >= 3, line
+def test_no_ratio_without_its_absolutes_and_its_baseline() -> None:
+    lines = [line for line in text_of(compared(rounds(100, 101), rounds(200, 205))).splitlines() if " x A" in line]
+    assert len(lines) == 9
+    for line in lines:
+        assert len([word for word in line.split() if word.replace(".", "").isdigit()]) >= 5, line  # with the interval
+
+
+def test_seeds() -> None:
+    """Never twice for an arm; the same for all arms; of its own for an arm with an address that another has."""
+    plan = Plan([Arm("A", "h:1"), Arm("B", "http://h:2"), Arm("A2", "http://h:1/v1")], Options(), rounds=4)
+    loads = [(number, load) for number in range(1, 5) for load in range(LOADS)]
+    seeds = [[seed_of(plan, 100, arm, *load) for load in loads] for arm in range(3)]
+    assert seeds[0] == seeds[1] == list(range(100, 108))
+    assert seeds[2] == list(range(108, 116))
 
 
 @pytest.mark.parametrize(
@@ -131,47 +165,6 @@ def test_wrong_arms(pairs: list[tuple[str, str]], starts: list[tuple[str, str]],
         parse_arms(pairs, starts)
 
 
-# ---------------------------------------------------------------- the highest rate
-
-
-def test_binomial_bounds() -> None:
-    """0 of 299: 0.95^(1/299)... p_high = 1 - 0.05^(1/299) = 0.00997; 5 of 10 by tables: 0.2224 to 0.7776."""
-    assert binomial_bounds(0, 299) == (0.0, pytest.approx(1 - 0.05 ** (1 / 299), abs=1e-9))
-    assert binomial_bounds(5, 10) == (pytest.approx(0.2224, abs=1e-4), pytest.approx(0.7776, abs=1e-4))
-    assert binomial_bounds(7, 7)[1] == 1.0
-    assert sweep.needed_requests(0.99) == 299 and sweep.needed_requests(0.9) == 29
-
-
-def test_search_finds_the_rate_of_a_server_with_a_cliff() -> None:
-    """Nothing is missed up to 13.7 requests/s, half of all above."""
-    wanted = sweep.MaxRate(Slo(ttft_ms=100), precision=0.05)
-    trials: list[sweep.Trial] = []
-    sweep.search(lambda rate: (299, 0 if rate <= 13.7 else 150, False), wanted, trials)
-    found = sweep.result_of(wanted, trials)["max_rate"]
-    assert found["resolved"] and found["holds_per_s"] <= 13.7 < found["breaks_per_s"]
-    assert found["breaks_per_s"] / found["holds_per_s"] <= 1.05
-    assert [trial.rate for trial in trials][:5] == [1, 2, 4, 8, 16]
-
-
-def test_search_adds_trials_until_it_knows() -> None:
-    """2 of 299 missed in every trial: p99 is neither kept nor broken for sure, however the three add up."""
-    wanted = sweep.MaxRate(Slo(ttft_ms=100), trials=3)
-    trials: list[sweep.Trial] = []
-    sweep.search(lambda rate: (299, 2, False), wanted, trials)
-    assert [(t.requests, t.missed, t.holds) for t in trials] == [(897, 6, None)]
-    found = sweep.result_of(wanted, trials)["max_rate"]
-    assert not found["resolved"] and found["holds_per_s"] is None
-
-
-def test_a_growing_queue_breaks_the_promise() -> None:
-    """Service of 1.25 s of work for every s: nobody misses 2 s yet in 4 s, but the line gets longer and longer."""
-    start = (np.arange(400) * 10_000_000).astype(np.int64)
-    overloaded = (np.arange(400) * 12_500_000 + 20_000_000).astype(np.int64)
-    stable = start + 200_000_000
-    assert sweep._growing(start, overloaded)
-    assert not sweep._growing(start, stable)
-
-
 # ---------------------------------------------------------------- the commands
 
 
@@ -183,58 +176,113 @@ def quick(number: int, asked: Asked) -> Any:
     return good(asked, ttft_ms=2, tokens=5, gap_ms=2)
 
 
+LOAD = ("--concurrency", "2", "--requests", "6", "--input-tokens", "16", "--output-tokens", "5", "--no-scrape")
+
+
 def test_compare_command(tmp_path: Path) -> None:
     out = tmp_path / "c"
     with ScriptedServer(quick) as a, ScriptedServer(quick) as b:
         result = loadgen(
-            *("compare", f"A={a.url}", f"B={b.url}", "--concurrency", "2", "--requests", "6", "--rounds", "3"),
-            *("--input-tokens", "16", "--output-tokens", "5", "--no-scrape", "--out", str(out)),
+            "compare", f"A={a.url}", f"B={b.url}", "--rounds", "3", *LOAD, "--out", str(out), "--seed", "4"
         )
         bodies = [[post.body["prompt"] for post in server.posts()] for server in (a, b)]
     assert result.returncode in (0, 3), result.stderr  # 3: this machine was too busy, and it says so
-    assert bodies[0] == bodies[1], "the same work for both"
+    assert sorted(map(str, bodies[0])) == sorted(map(str, bodies[1])), "the same work for both"
     assert len(set(map(str, bodies[0]))) == len(bodies[0]), "and no prompt twice"
     document = json.loads((out / "compare.json").read_text())
     assert document["format"] == "loadgen.compare/1" and document["rounds"] == 3 and document["baseline"] == "A"
-    assert document["arms"]["A"]["requests"] == document["arms"]["B"]["requests"] == 18
+    assert document["arms"]["A"]["requests"] == document["arms"]["B"]["requests"] == 3 * LOADS * 6
     entry = document["metrics"]["ttft_p50_ms"]["B"]
     assert entry["low"] <= entry["ratio"] <= entry["high"]
     starts = {}
     for number in (1, 2, 3):
-        for name in ("A", "B"):
+        for name in ("A-1", "A-2", "B-1", "B-2"):
             run = json.loads((out / f"round-{number}" / name / "run.json").read_text())
-            starts[number, name] = run["start_monotonic_ns"]
-    assert starts[1, "A"] < starts[1, "B"] < starts[2, "B"] < starts[2, "A"] < starts[3, "A"] < starts[3, "B"]
+            starts[run["start_monotonic_ns"]] = "AB".index(name[0])
+    turns = [starts[stamp] for stamp in sorted(starts)]
+    assert turns == [turn for number in (1, 2, 3) for turn in order_of(2, number, 4)]
     assert "</html>" in (out / "report.html").read_text()
     assert "A (baseline)" in result.stdout and "ttft_p50_ms" in result.stdout
 
 
-def test_sweep_command(tmp_path: Path) -> None:
-    out = tmp_path / "s"
+def test_one_server_against_itself_gets_other_prompts(tmp_path: Path) -> None:
     with ScriptedServer(quick) as server:
         result = loadgen(
-            *("sweep", "--concurrency", "1,2,4", "--url", server.url, "--requests", "8", "--input-tokens", "16"),
-            *("--output-tokens", "5", "--no-scrape", "--out", str(out)),
+            "compare", f"A={server.url}", f"B={server.url}/v1", "--rounds", "2", *LOAD, "--out", str(tmp_path / "c")
         )
+        prompts = [str(post.body["prompt"]) for post in server.posts()]
     assert result.returncode in (0, 3), result.stderr
-    document = json.loads((out / "sweep.json").read_text())
-    assert [point["load"] for point in document["points"]] == ["c1", "c2", "c4"]
-    assert document["knee"] in ("c1", "c2", "c4") and f"{document['knee']}" in result.stdout
-    assert "</html>" in (out / "report.html").read_text()
+    assert len(set(prompts)) == len(prompts)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_servers_started_in_turn(tmp_path: Path, port: int) -> None:
+    """Both at one port, so never at once; the arm at the turning point goes twice on one start: 3 starts a round."""
+    url, out = f"http://127.0.0.1:{port}", tmp_path / "c"
+    command = f"{sys.executable} -m loadgen.mock_server --port {port} --ttft-ms 2 --itl-ms 2"  # it prints its port
+    starts = [f"--start={name}={command}" for name in "AB"]
+    result = loadgen("compare", f"A={url}", f"B={url}", *starts, "--rounds", "2", *LOAD, "--out", str(out))
+    assert result.returncode in (0, 3), result.stderr
+    started = [(out / "logs" / f"{name}.log").read_text().split().count(str(port)) for name in "AB"]
+    assert sum(started) == 6 and min(started) >= 2
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "no server is left"
+
+
+def test_a_server_that_goes_away_leaves_what_was_complete(tmp_path: Path) -> None:
+    """B is up for one round and a bit, then it answers nothing but errors, and then it is gone."""
+    out = tmp_path / "c"
+    with ScriptedServer(quick) as a:
+        with ScriptedServer(quick) as b:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "loadgen", "compare", f"A={a.url}", f"B={b.url}", "--rounds", "500", *LOAD]
+                + ["--out", str(out)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            while not (out / "round-3").exists():
+                assert process.poll() is None, process.stderr
+        printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and f"no server at {b.url}" in errors.strip().splitlines()[-1]
+    document = json.loads((out / "compare.json").read_text())
+    assert document["rounds"] >= 2 and document["metrics"]["ttft_p50_ms"]["B"]["low"] is not None
+    assert "A (baseline)" in printed
+
+
+def test_interrupt(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    with ScriptedServer(quick) as a, ScriptedServer(quick) as b:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "loadgen", "compare", f"A={a.url}", f"B={b.url}", "--rounds", "500", *LOAD]
+            + ["--out", str(out), "--quiet"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        while not (out / "round-3").exists():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+    assert process.returncode == 130
+    document = json.loads((out / "compare.json").read_text())
+    assert document["interrupted"] and document["rounds"] >= 2
+    assert document["arms"]["A"]["requests"] == document["rounds"] * LOADS * 6
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["sweep"], "--find-max-rate"),
-        (["sweep", "--concurrency", "1,x"], "--concurrency"),
-        (["sweep", "--rate", "1", "--at", "p99"], "--at"),
-        (["sweep", "--find-max-rate"], "--slo"),
-        (["compare", "A=http://127.0.0.1:9", "--concurrency", "1"], "two or more"),
-        (["compare", "A=http://127.0.0.1:9", "B=http://127.0.0.1:9"], "--concurrency"),
-        (["compare", "A=u", "B=v", "--concurrency", "1", "--same-within", "300%"], "--same-within"),
+        (["A=http://127.0.0.1:9", "--concurrency", "1"], "two or more"),
+        (["A=http://127.0.0.1:9", "B=http://127.0.0.1:9"], "--concurrency"),
+        (["A=u", "B=v", "--concurrency", "1", "--same-within", "300%"], "--same-within"),
     ],
 )
 def test_wrong_flags_are_one_line(args: list[str], said: str) -> None:
-    result = loadgen(*args)
+    result = loadgen("compare", *args)
     assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1 and said in result.stderr
