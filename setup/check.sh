@@ -471,7 +471,7 @@ check_compiler() {
     fi
     if [[ -n $base_python && -n ${gpu_name-} ]]; then
         header=$("$base_python" -c 'import sysconfig; print(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null) || true
-        if [[ -n $header && ! -e $header ]]; then
+        if [[ -n $header && ! -e $ROOT$header ]]; then
             found warning compiler "a compiler, but no Python.h: vLLM cannot compile its GPU kernels" "sudo apt install python3-dev"
             return
         fi

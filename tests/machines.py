@@ -7,6 +7,7 @@ test, so that nothing of the real machine (a GPU, say) shows through.
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -122,6 +123,8 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # tests started in the background of a shell inherit that Ctrl-C is ignored, and then nobody can trap it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 
