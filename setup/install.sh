@@ -117,13 +117,15 @@ look_for_python() {
     for name in python3 python3.12 python3.13 python3.11 python3.14; do
         told=$("$name" -c "$asked" 2>/dev/null) || true
         version=${told%%[!0-9.]*}
-        [[ -n $version ]] || continue
-        if ! version_at_least "$version" 3.11 || version_at_least "$version" 3.15; then
+        if [[ -z $version ]]; then
+            [[ $("$name" -m venv --help 2>&1) == *"ensurepip is not available"* ]] || continue
+        elif ! version_at_least "$version" 3.11 || version_at_least "$version" 3.15; then
             other=${other:-$version}
             continue
         fi
         # Debian and Ubuntu leave the other half of the venv module out of python3
-        if [[ $told == *complete ]] && "$name" -m venv --help >/dev/null 2>&1 || { plain_pip && type -P uv >/dev/null; }; then
+        if [[ $told == *complete ]] && "$name" -m venv --help >/dev/null 2>&1 ||
+            { [[ -n $version ]] && plain_pip && type -P uv >/dev/null; }; then
             base_python=$(type -P "$name") base_version=$version
             return
         fi

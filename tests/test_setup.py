@@ -447,6 +447,13 @@ def test_a_python_without_ensurepip(machine: Machine) -> None:
     assert "ensurepip is not there" in check(machine)["python"]["what"]
 
 
+def test_a_python_that_only_says_that_ensurepip_is_missing(machine: Machine) -> None:
+    good = (machine.bin / "python3").readlink()
+    machine.stub("python3", "echo 'ensurepip is not available'; exit 1")
+    (machine.bin / "python3.12").symlink_to(good)
+    assert check(machine)["python"]["todo"] == "sudo apt install python3-venv"
+
+
 def test_a_python_too_old_beside_one_that_fits(machine: Machine) -> None:
     good = (machine.bin / "python3").readlink()
     machine.stub("python3", "echo 3.10.12; echo complete")
