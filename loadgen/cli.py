@@ -99,7 +99,9 @@ def report_command(folders: tuple[str, ...], as_tool: str | None, as_csv: bool, 
 @click.option(
     "--start", "starts", type=PairType(), multiple=True, metavar="NAME=COMMAND", help="Start NAME for its turn."
 )
-@click.option("--rounds", type=COUNT, default=5, show_default=True, metavar="N", help="Loads of each, interleaved.")
+@click.option(
+    "--rounds", type=COUNT, default=5, show_default=True, metavar="N", help="Of two loads of each, forth and back."
+)
 @click.option("--same-within", type=ShareType(), default="3%", show_default=True, help="Smaller differences are none.")
 @click.option("--start-timeout", "start_timeout_s", type=SecondsType(), default="600s", show_default=True)
 @LOAD_WITHOUT_URL
@@ -122,35 +124,43 @@ def compare_command(
 @click.option("--concurrency", type=ListType(int), metavar="LIST", help="Closed loops in turn: 1,2,4,8.")
 @click.option("--rate", type=ListType(float), metavar="LIST", help="Open loops in turn, requests/s: 1,2,4.")
 @click.option("--find-max-rate", is_flag=True, help="The highest rate that keeps --slo.")
-@click.option("--at", type=ShareType(True), default="p99", show_default=True, help="Share that must meet --slo.")
-@click.option("--precision", type=ShareType(), default="10%", show_default=True, help="How close the rates must come.")
-@click.option("--trials", type=COUNT, default=5, show_default=True, metavar="N", help="Of a rate, at most.")
-@click.option("--start-rate", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, metavar="R")
+@click.option("--at", type=ShareType(True), default="p99", show_default=True, help="Requests of a trial within --slo.")
+@click.option("--keep", type=ShareType(), default="80%", show_default=True, help="Trials that must be like that.")
+@click.option("--precision", type=ShareType(), default="20%", show_default=True, help="How close the rates must come.")
+@click.option("--trials", type=COUNT, default=30, show_default=True, metavar="N", help="Of a rate, at most.")
+@click.option(
+    "--start-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="R",
+    help="First rate to try. [default: one over the time that a request takes alone]",
+)
 @flags([URL_FLAG], SERVER_FLAGS, ARRIVAL_FLAGS, WORK_FLAGS, CLIENT_FLAGS, OUTPUT_FLAGS)
 def sweep_command(
     concurrency: list[int] | None,
     rate: list[float] | None,
     find_max_rate: bool,
     at: float,
+    keep: float,
     precision: float,
     trials: int,
-    start_rate: float,
+    start_rate: float | None,
     **values: Any,
 ) -> int:
     """Throughput and latency over load, the knee; or the highest rate that meets the SLOs."""
     from loadgen import sweep
+    from loadgen.max_rate import Wanted
 
     if sum((concurrency is not None, rate is not None, find_max_rate)) != 1:
         raise UsageError("sweep needs one of --concurrency 1,2,4, --rate 1,2,4 or --find-max-rate")
     if not find_max_rate:
-        refuse_given("without --find-max-rate", "at", "precision", "trials", "start_rate")
+        refuse_given("without --find-max-rate", "at", "keep", "precision", "trials", "start_rate")
     if concurrency is not None:
         options = options_from({**values, "concurrency": 1}).replace(concurrency=None)
         return sweep.sweep(options, [{"concurrency": n} for n in concurrency])
     options = options_from({**values, "rate": 1.0}).replace(rate=None)
     if rate is not None:
         return sweep.sweep(options, [{"rate": r} for r in rate])
-    return sweep.find_max_rate(options, sweep.MaxRate(options.slo, at, precision, trials, start_rate))
+    return sweep.find_max_rate(options, Wanted(options.slo, at, keep, precision, trials), start_rate)
 
 
 @cli.command("explain")

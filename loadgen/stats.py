@@ -227,31 +227,6 @@ def false_discovery_levels(p_values: Values, level: float = 0.05) -> tuple[list[
     return (ranks <= last).tolist(), np.maximum(levels, level * last / m).tolist()
 
 
-def binomial_bounds(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """One-sided bounds of a share of which k of n were seen, each with this confidence (Clopper & Pearson 1934).
-
-    low: the largest p with P(X >= k | p) <= 1 - confidence; high: the smallest p with P(X <= k | p) <= 1 - confidence.
-    """
-    if not 0 <= k <= n or n == 0:
-        raise ValueError(f"k of n must be 0..n of 1 or more, not {k} of {n}")
-    alpha = 1 - confidence
-    low = 0.0 if k == 0 else _beta_quantile(alpha, k, n - k + 1)
-    high = 1.0 if k == n else _beta_quantile(1 - alpha, k + 1, n - k)
-    return low, high
-
-
-def _beta_quantile(p: float, a: float, b: float) -> float:
-    """Inverse of the beta distribution function by bisection, to 1e-12."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        if _incomplete_beta(a, b, middle) < p:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
 # ---------------------------------------------------------------- arrivals
 
 

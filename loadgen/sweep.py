@@ -5,13 +5,12 @@
     loadgen sweep --find-max-rate --slo ttft=500ms,tpot=50ms --at p99
 
 Knee: the load with the most output tokens/s per second of e2e p50 (Kleinrock's power, 1979): beyond it latency grows
-faster than throughput.
+faster than throughput. At the first or last load it may lie outside of what was tried, and that is said.
 
-The highest rate: a rate keeps the promise when, with 95 % confidence, at least the share --at of its requests met every
-limit (failures never do), by the exact binomial bound of Clopper and Pearson (1934): 0 of 299 may miss p99. Trials of a
-rate are added up until that is decided either way, at most --trials times. A trial in which the queue was still growing
-at its end breaks the promise: it would be broken, had the trial lasted. Rates are doubled (or halved) until one holds
-and one breaks, then bisected until they are --precision apart.
+The highest rate: the search is in max_rate.py. A trial is a run of its own at one rate, with other prompts and arrivals
+than all others; it meets the limits when at least the share --at of its requests met every one of them (a failure never
+does), and when its queue was not growing at its end: it would be missed, had the trial lasted. A trial in which the
+client was the bottleneck is repeated; at the third time it is the client that cannot go faster, and the search ends.
 
 The folder: sweep.json (`"format": "loadgen.sweep/1"`), report.html, a run folder a load.
 """
@@ -21,7 +20,7 @@ from __future__ import annotations
 import math
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,49 +29,41 @@ import click
 import numpy as np
 import orjson
 
-from loadgen import run_folder
+from loadgen import max_rate, run_folder
 from loadgen.audit import audit
-from loadgen.metrics import columns, latencies_ms, summarize
-from loadgen.options import Options, Slo, UsageError
+from loadgen.max_rate import Search, Wanted
+from loadgen.metrics import Ints, columns, summarize
+from loadgen.options import Options, UnusableServer, UsageError
 from loadgen.page import write_page
 from loadgen.progress import Bar
 from loadgen.record import Run
 from loadgen.report import columns_of, number
 from loadgen.run import INTERRUPTED, INVALID, OK, REQUESTS_FAILED, describe_load, new_folder
-from loadgen.stats import binomial_bounds
 from loadgen.workers import run_load
 
 FORMAT = "loadgen.sweep/1"
-_MAX_STEPS = 12  # doublings, and then bisections
+_ALONE = 8  # requests, one after the other, before a rate is tried
+_TRIES = 3  # of a trial whose client was the bottleneck
+_PAGE_RUNS = 8  # of a search: of the rates around the border
+_LATENCIES = ("ttft_ms", "tpot_ms", "gap_ms", "e2e_ms")
+_RATES = ("output_tokens_per_s", "requests_per_s", "goodput_per_s")
 
 
-@dataclass(frozen=True, slots=True)
-class MaxRate:
-    """What --find-max-rate is asked for."""
-
-    slo: Slo
-    at: float = 0.99  # share of the requests that must meet the limits
-    precision: float = 0.1  # the rates that hold and break end up at most so far apart, as a share
-    trials: int = 5  # of a rate, until it is decided
-    start: float = 1.0  # requests/s
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One rate, all its trials added up. holds: None when they did not decide it."""
-
-    rate: float
-    requests: int
-    missed: int
-    growing: bool
-    holds: bool | None
+class _ClientLimit(Exception):
+    """At this rate the client, not the server, is measured."""
 
 
 @dataclass(slots=True)
 class Point:
+    """One run and where it is kept."""
+
     load: str
     folder: Path
     document: dict[str, Any]
+
+    @property
+    def valid(self) -> bool:
+        return bool(self.document["validity"]["valid"])
 
 
 # ---------------------------------------------------------------- loads in turn
@@ -84,24 +75,41 @@ def sweep(options: Options, loads: Sequence[Mapping[str, Any]]) -> int:
     folder = new_folder(options.out, "sweep")
     points: list[Point] = []
     interrupted = False
-    for n, changes in enumerate(loads):
-        load = options.replace(**changes, seed=(options.seed or 0) + n)
-        run = _run(load, folder, points)
-        if run.interrupted:
-            interrupted = True
-            break
-    document: dict[str, Any] = _document(options, points, interrupted) | {"knee": knee(points)}
-    return _finish(options, folder, points, document, interrupted)
+    error: UnusableServer | UsageError | None = None
+    try:
+        for n, changes in enumerate(loads):
+            run = _run(options.replace(**changes, seed=(options.seed or 0) + n), folder, points)
+            if run.interrupted:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        interrupted = True
+    except (UnusableServer, UsageError) as stopped:
+        if not points:
+            raise
+        error = stopped
+    if not points:
+        return INTERRUPTED
+    document = {**_document(options, points, interrupted), "knee": knee(points)}
+    _finish(options, folder, points, document)
+    if error is not None:
+        raise error
+    failed = sum(point.document["counts"]["failed"] for point in points)
+    return _status(interrupted, points, failed > options.max_failures)
 
 
-def knee(points: Sequence[Point]) -> str | None:
-    """The load of the greatest power: output tokens/s over e2e p50."""
-    known = [
-        (point.document["metrics"]["output_tokens_per_s"] / point.document["metrics"]["e2e_ms"]["p50"], point.load)
-        for point in points
-        if point.document["metrics"]["output_tokens_per_s"] and point.document["metrics"]["e2e_ms"]["p50"]
+def knee(points: Sequence[Point]) -> dict[str, Any] | None:
+    """{load, at_the_end}: the load of the greatest power, output tokens/s over e2e p50; None without figures.
+
+    at_the_end: it is the first or the last load, so the knee may lie outside of them.
+    """
+    power = [
+        (metrics["output_tokens_per_s"] or 0) / metrics["e2e_ms"]["p50"] if metrics["e2e_ms"]["p50"] else 0.0
+        for metrics in (point.document["metrics"] for point in points)
     ]
-    return max(known)[1] if known else None
+    if not any(power):
+        return None
+    best = max(range(len(points)), key=power.__getitem__)
+    return {"load": points[best].load, "at_the_end": best in (0, len(points) - 1)}
 
 
 def _seeded(options: Options) -> Options:
@@ -111,8 +119,8 @@ def _seeded(options: Options) -> Options:
 def _run(load: Options, folder: Path, points: list[Point]) -> Run:
     name = describe_load(load)
     run = run_load(load, progress=None if load.quiet else Bar(name))
-    number_of = sum(point.load == name for point in points)
-    path = folder / (name if not number_of else f"{name}-{number_of + 1}")
+    before = sum(point.load == name for point in points)
+    path = folder / (f"{name}-{before + 1}" if before else name)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = run_folder.save(path, run, summarize(run, load.slo), audit(run).as_dict())
     points.append(Point(name, path, document))
@@ -122,132 +130,94 @@ def _run(load: Options, folder: Path, points: list[Point]) -> Run:
 # ---------------------------------------------------------------- the highest rate
 
 
-def find_max_rate(options: Options, wanted: MaxRate) -> int:
-    """Bracket and bisect; prints the rate that holds and the one that breaks. Raises UsageError without limits."""
+def find_max_rate(options: Options, wanted: Wanted, start: float | None) -> int:
+    """Print the rate that holds and the one that breaks. start: requests/s of the first trial; None: one over the time
+    that a request takes alone. Raises UsageError without limits."""
     if not wanted.slo:
         raise UsageError("--find-max-rate needs the limits to keep: --slo ttft=500ms,tpot=50ms")
-    options = _seeded(options)
+    options = _seeded(options).replace(slo=wanted.slo)
     folder = new_folder(options.out, "max-rate")
     points: list[Point] = []
-    per_trial = options.requests or needed_requests(wanted.at)
+    requests = options.requests or trial_requests(wanted.at)
 
-    def measure(rate: float) -> tuple[int, int, bool]:
-        load = options.replace(rate=rate, requests=per_trial, seed=(options.seed or 0) + len(points))
-        run = _run(load, folder, points)
+    def load(**changes: Any) -> Run:
+        run = _run(options.replace(**changes, seed=(options.seed or 0) + len(points)), folder, points)
         if run.interrupted:
             raise KeyboardInterrupt
-        return misses(run, wanted.slo)
+        return run
 
-    interrupted = False
-    trials: list[Trial] = []
+    def trial(rate: float) -> bool:
+        for _ in range(_TRIES):
+            run = load(rate=rate, requests=requests)
+            if points[-1].valid:
+                return meets(run, points[-1].document, wanted.at)
+        raise _ClientLimit
+
+    search = Search(start or 1.0, wanted)
+    alone: dict[str, Any] | None = None
+    interrupted = client_limit = False
+    error: UnusableServer | UsageError | None = None
     try:
-        search(measure, wanted, trials)
+        if start is None:
+            load(rate=None, concurrency=1, requests=_ALONE)
+            alone = _alone(points[-1].document)
+            search.start = 1e3 / alone["e2e_p50_ms"] if alone["e2e_p50_ms"] else 1.0
+        if alone is None or not alone["misses"]:
+            max_rate.search(trial, search)
     except KeyboardInterrupt:
         interrupted = True
-    document = _document(options, points, interrupted) | result_of(wanted, trials)
-    return _finish(options, folder, points, document, interrupted)
+    except _ClientLimit:
+        client_limit = True
+    except (UnusableServer, UsageError) as stopped:
+        if not points:
+            raise
+        error = stopped
+    if not points:
+        return INTERRUPTED
+    limit = points[-1].document["options"]["rate"] if client_limit else None
+    found = {**search.as_dict(), "requests_per_trial": requests, "alone": alone, "client_limit_per_s": limit}
+    _finish(options, folder, points, {**_document(options, points, interrupted), "max_rate": found})
+    if error is not None:
+        raise error
+    # beyond the highest rate requests may fail
+    return INTERRUPTED if interrupted else INVALID if client_limit else OK
 
 
-def needed_requests(at: float, confidence: float = 0.95) -> int:
-    """Requests of which none may miss, so that `at` is met with this confidence: n with at^n <= 1 - confidence."""
-    return math.ceil(math.log(1 - confidence) / math.log(at))
+def trial_requests(at: float) -> int:
+    """Requests of a trial where --requests does not say: so many that two of them may miss, at least 50."""
+    return max(50, math.ceil(2 / (1 - at) - 1e-9))
 
 
-def misses(run: Run, slo: Slo) -> tuple[int, int, bool]:
-    """(requests, those that failed or missed a limit, whether the queue was growing at the end)."""
-    table = columns(run.measured)
-    met = table.ok.copy()
-    latencies = latencies_ms(table)
-    for key, limit in (("ttft_ms", slo.ttft_ms), ("tpot_ms", slo.tpot_ms), ("e2e_ms", slo.e2e_ms)):
-        if limit is not None:
-            values = latencies[key]
-            met &= np.where(np.isnan(values), key == "tpot_ms", values <= limit)  # one token has no tpot
-    return len(met), int((~met).sum()), _growing(table.planned_ns, table.end_ns)
+def meets(run: Run, document: Mapping[str, Any], at: float) -> bool:
+    """Whether a trial met the limits: enough of its requests did, and its queue was not growing."""
+    counts, table = document["counts"], columns(run.measured)
+    within = document["metrics"]["slo_met"] >= at * counts["started"] - 1e-9
+    return bool(within) and not growing(table.planned_ns, table.end_ns)
 
 
-def _growing(start_ns: Any, end_ns: Any) -> bool:
+def growing(start_ns: Ints, end_ns: Ints) -> bool:
     """Whether more requests were in flight at the last starts than half way, beyond what chance does.
 
     Means over a tenth of the starts; in a stable queue they differ by a few requests, in an overloaded one the number
-    in flight grows with every second.
+    in flight grows with every second. Below 40 requests that cannot be told: False.
     """
     n = len(start_ns)
     if n < 40:
         return False
-    ends = np.sort(end_ns)
-    in_flight = np.arange(1, n + 1) - np.searchsorted(ends, np.sort(start_ns), side="right")
+    in_flight = np.arange(1, n + 1) - np.searchsorted(np.sort(end_ns), np.sort(start_ns), side="right")
     tenth = n // 10
     middle, last = in_flight[n // 2 - tenth : n // 2].mean(), in_flight[-tenth:].mean()
     return bool(last > 1.5 * middle + 5)
 
 
-def search(measure: Callable[[float], tuple[int, int, bool]], wanted: MaxRate, trials: list[Trial]) -> None:
-    """Append a Trial a rate until one that holds and one that breaks are close, or no decision can be had."""
-
-    def holds(rate: float) -> bool | None:
-        requests = missed = 0
-        growing = False
-        decision: bool | None = None
-        for _ in range(wanted.trials):
-            more, bad, grew = measure(rate)
-            requests, missed, growing = requests + more, missed + bad, growing or grew
-            low, high = binomial_bounds(missed, requests)
-            decision = False if growing or low > 1 - wanted.at else True if high <= 1 - wanted.at else None
-            if decision is not None:
-                break
-        trials.append(Trial(rate, requests, missed, growing, decision))
-        return decision
-
-    rate, good, bad = wanted.start, 0.0, math.inf
-    for _ in range(_MAX_STEPS):
-        decision = holds(rate)
-        if decision is None:
-            return
-        if decision:
-            good = rate
-        else:
-            bad = rate
-        if good and bad < math.inf:
-            break
-        rate = rate * 2 if decision else rate / 2
-    for _ in range(_MAX_STEPS):
-        if not good or bad == math.inf or bad / good <= 1 + wanted.precision:
-            return
-        rate = math.sqrt(good * bad)
-        decision = holds(rate)
-        if decision is None:
-            return
-        if decision:
-            good = rate
-        else:
-            bad = rate
-
-
-def result_of(wanted: MaxRate, trials: Sequence[Trial]) -> dict[str, Any]:
-    """{max_rate: {holds_per_s, breaks_per_s, resolved, at, confidence, slo, trials}}: null where none was found."""
-    holding = [trial.rate for trial in trials if trial.holds]
-    breaking = [trial.rate for trial in trials if trial.holds is False]
-    low, high = max(holding, default=None), min(breaking, default=None)
+def _alone(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What requests do one after the other. misses: nearly all of them (7 of 8 is no chance) miss a limit."""
+    started, met = document["counts"]["started"], document["metrics"]["slo_met"] or 0
     return {
-        "max_rate": {
-            "holds_per_s": low,
-            "breaks_per_s": high,
-            "resolved": low is not None and high is not None and high / low <= 1 + wanted.precision + 1e-9,
-            "at": wanted.at,
-            "confidence": 0.95,
-            "precision": wanted.precision,
-            "slo": {key: getattr(wanted.slo, key) for key in ("ttft_ms", "tpot_ms", "e2e_ms")},
-            "trials": [
-                {
-                    "rate_per_s": trial.rate,
-                    "requests": trial.requests,
-                    "missed": trial.missed,
-                    "growing": trial.growing,
-                    "holds": trial.holds,
-                }
-                for trial in trials
-            ],
-        }
+        "requests": started,
+        "met": met,
+        "misses": started - met >= 7 / 8 * started,
+        "e2e_p50_ms": document["metrics"]["e2e_ms"]["p50"],
     }
 
 
@@ -255,7 +225,6 @@ def result_of(wanted: MaxRate, trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def _document(options: Options, points: Sequence[Point], interrupted: bool) -> dict[str, Any]:
-    keys = ("output_tokens_per_s", "requests_per_s", "goodput_per_s", "ttft_ms", "tpot_ms", "gap_ms", "e2e_ms")
     return {
         "format": FORMAT,
         "seed": options.seed,
@@ -265,8 +234,8 @@ def _document(options: Options, points: Sequence[Point], interrupted: bool) -> d
                 "load": point.load,
                 "folder": point.folder.name,
                 "counts": point.document["counts"],
-                "valid": point.document["validity"]["valid"],
-                **{key: point.document["metrics"][key] for key in keys},
+                "valid": point.valid,
+                **{key: point.document["metrics"][key] for key in (*_RATES, *_LATENCIES, "slo_met")},
             }
             for point in points
         ],
@@ -274,78 +243,102 @@ def _document(options: Options, points: Sequence[Point], interrupted: bool) -> d
 
 
 def text_of(document: Mapping[str, Any]) -> str:
-    rows = [["load", "ok", "failed", "output tok/s", "req/s", "TTFT p50", "p99 ms", "gap p50", "p99 ms", "e2e p50 ms"]]
+    """The table of loads with the knee, or of the rates that were decided with the highest that holds."""
+    cut = ["interrupted: what was complete"] if document["interrupted"] else []
+    if "max_rate" in document:
+        return "\n".join([*cut, *_rate_lines(document["max_rate"])])
+    return "\n".join([*cut, *_load_lines(document)])
+
+
+def _load_lines(document: Mapping[str, Any]) -> list[str]:
+    found = document["knee"]
+    goodput = any(point["goodput_per_s"] is not None for point in document["points"])
+    heads = ["load", "ok", "failed", "output tok/s", "req/s", *(["goodput/s"] if goodput else [])]
+    rows = [[*heads, "TTFT p50", "p99 ms", "gap p50", "p99 ms", "e2e p50", "p99 ms"]]
+    marks = [""]
     for point in document["points"]:
-        ttft, gap = point["ttft_ms"], point["gap_ms"]
-        values = (
-            point["output_tokens_per_s"],
-            point["requests_per_s"],
-            ttft["p50"],
-            ttft["p99"],
-            gap["p50"],
-            gap["p99"],
-        )
-        mark = "" if point["valid"] else " INVALID: the client was the bottleneck"
-        if point["load"] == document.get("knee"):
-            mark = " <- knee" + mark
+        rates = [point[key] for key in _RATES if key != "goodput_per_s" or goodput]
+        latencies = [point[key][p] for key in ("ttft_ms", "gap_ms", "e2e_ms") for p in ("p50", "p99")]
         counts = point["counts"]
-        rows.append(
-            [
-                point["load"],
-                str(counts["ok"]),
-                str(counts["failed"]),
-                *map(number, values),
-                number(point["e2e_ms"]["p50"]),
-            ]
-            + ([mark] if mark else [])
-        )
-    lines = columns_of(rows)
-    if document.get("knee"):
-        lines += ["", f"knee: {document['knee']}, the most output tokens/s per second of e2e p50"]
-    if found := document.get("max_rate"):
-        limits = ", ".join(
-            f"{key.removesuffix('_ms')} {number(v)} ms" for key, v in found["slo"].items() if v is not None
-        )
-        low, high = found["holds_per_s"], found["breaks_per_s"]
-        lines += ["", f"{found['at']:.2%} of the requests within {limits}, with {found['confidence']:.0%} confidence:"]
-        for trial in found["trials"]:
-            said = {True: "holds", False: "breaks", None: "not decided"}[trial["holds"]]
-            growing = ", the queue was growing" if trial["growing"] else ""
-            missed = f"{trial['missed']} of {trial['requests']} missed{growing}"
-            lines.append(f"  {number(trial['rate_per_s'])} requests/s: {said} ({missed})")
-        if found["resolved"]:
-            lines.append(f"highest rate: {number(low)} requests/s holds, {number(high)} breaks")
-        else:
-            lines.append(
-                f"not resolved: {number(low)} requests/s holds, {number(high)} breaks; more --requests or --trials, "
-                "or a wider --precision"
-            )
-    return "\n".join(lines)
+        rows.append([point["load"], str(counts["ok"]), str(counts["failed"]), *map(number, [*rates, *latencies])])
+        mark = "  <- knee" if found and point["load"] == found["load"] else ""
+        marks.append(mark + ("" if point["valid"] else "  INVALID: the client was measured"))
+    lines = [line + mark for line, mark in zip(columns_of(rows), marks, strict=True)]
+    if found:
+        where = "; it may lie outside of these loads" if found["at_the_end"] else ""
+        lines += ["", f"knee: {found['load']}, the most output tokens/s per second of e2e p50{where}"]
+    return lines
 
 
-def _finish(
-    options: Options, folder: Path, points: Sequence[Point], document: Mapping[str, Any], interrupted: bool
-) -> int:
-    if not points:
-        return INTERRUPTED
+def _rate_lines(found: Mapping[str, Any]) -> list[str]:
+    slo = found["slo"]
+    limits = ", ".join(f"{k.removesuffix('_ms')} <= {number(v)} ms" for k, v in slo.items() if v is not None)
+    lines = [f"a trial: {found['requests_per_trial']} requests, of which {found['at']:.4g} must have {limits}"]
+    lines += [
+        f"a rate holds when {found['keep']:.0%} of its trials or more are like that, with "
+        f"{found['confidence']:.0%} confidence",
+        "",
+    ]
+    if found["alone"] and found["alone"]["misses"]:
+        alone = found["alone"]
+        return [
+            *lines,
+            f"no rate holds: of {alone['requests']} requests one after the other {alone['met']} met the limits",
+        ]
+    said = {True: "holds", False: "breaks", None: "not decided"}
+    rows = [["requests/s", "trials", "met", ""]]
+    rows += [
+        [number(rate["rate_per_s"]), str(rate["trials"]), str(rate["met"]), said[rate["holds"]]]
+        for rate in found["rates"]
+    ]
+    lines += columns_of(rows)
+    low, high = found["holds_per_s"], found["breaks_per_s"]
+    if found["client_limit_per_s"]:
+        rate = number(found["client_limit_per_s"])
+        lines += [
+            "",
+            f"INVALID at {rate} requests/s, three times: the client, not the server, is at its end; --workers",
+        ]
+    if found["resolved"]:
+        return [*lines, "", f"highest rate: {number(low)} requests/s holds, {number(high)} breaks"]
+    what = f"{number(low)} requests/s holds" if low is not None else "no rate was seen to hold"
+    what += f", {number(high)} breaks" if high is not None else ", none was seen to break"
+    return [*lines, "", f"not resolved: {what}; more --trials, longer ones (--requests), or a wider --precision"]
+
+
+def _finish(options: Options, folder: Path, points: Sequence[Point], document: Mapping[str, Any]) -> None:
     path = folder / "sweep.json"
     partial = path.with_name(f".{path.name}.part")
     run_folder.write_synced(partial, orjson.dumps(document, option=orjson.OPT_INDENT_2))
     partial.replace(path)
     text = text_of(document)
-    folders = [point.folder for point in points]
+    shown = points if "knee" in document else _around_the_border(points, document["max_rate"])
     write_page(
-        folders, folder / "report.html", names=[p.name for p in folders], texts={"Sweep": text}, title="loadgen sweep"
+        [point.folder for point in shown],
+        folder / "report.html",
+        names=[point.folder.name for point in shown],
+        texts={"Sweep" if "knee" in document else "The highest rate": text},
+        title="loadgen sweep",
     )
     if options.json:
         sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
-    elif not options.quiet:
+        return
+    if not options.quiet:
         click.echo(text)
-    if not options.json:
-        click.echo(f"{'' if options.quiet else 'records and report: '}{folder}")
+    click.echo(f"{'' if options.quiet else 'records and report: '}{folder}")
+
+
+def _around_the_border(points: Sequence[Point], found: Mapping[str, Any]) -> list[Point]:
+    """The last trial of each rate, of the rates nearest to the one that holds; in order of rate."""
+    last = {point.document["options"]["rate"]: point for point in points if point.document["options"]["rate"]}
+    centre = found["holds_per_s"] or found["breaks_per_s"] or 1.0
+    nearest = sorted(last, key=lambda rate: abs(math.log(rate / centre)))[:_PAGE_RUNS]
+    return [last[rate] for rate in sorted(nearest)] or list(points[-1:])
+
+
+def _status(interrupted: bool, points: Sequence[Point], failed: bool) -> int:
     if interrupted:
         return INTERRUPTED
-    if any(not point.document["validity"]["valid"] for point in points):
+    if not all(point.valid for point in points):
         return INVALID
-    failed = sum(point.document["counts"]["failed"] for point in points)
-    return REQUESTS_FAILED if failed > options.max_failures else OK
+    return REQUESTS_FAILED if failed else OK
