@@ -107,20 +107,24 @@ class Bare:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        from server.machine import fast_dtype, saved_dtype
+        from server.machine import device_of, fast_dtype, saved_dtype
         from server.packaged_model import packaged_model
 
         self.torch = torch
         self.folder = folder or str(packaged_model())
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder, padding_side="left")
-        saved = saved_dtype(AutoConfig.from_pretrained(self.folder))
-        self.model = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=fast_dtype(saved, "cpu") if dtype == "auto" else getattr(torch, dtype)
-        ).eval()
+        saved, device = saved_dtype(AutoConfig.from_pretrained(self.folder)), device_of("auto")
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=fast_dtype(saved, device) if dtype == "auto" else getattr(torch, dtype)
+            )
+            .to(device)
+            .eval()
+        )
 
     def generate(self, texts: list[str], tokens: int) -> list[list[int]]:
         """Greedy, exactly so many tokens, eos or not."""
-        inputs = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1)
+        inputs = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1).to(self.model.device)
         out = self.model.generate(
             **inputs,
             do_sample=False,

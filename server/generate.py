@@ -8,6 +8,7 @@ LogitsProcessor that works row by row: it leaves one token possible, and generat
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
 import queue
@@ -21,6 +22,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -280,6 +282,10 @@ class PagedModel(TransformersModel):
         return "this server's continuous mode is greedy here: temperature must be 0, without min_tokens or constraints"
 
     def _start_manager(self) -> None:
+        if "page_size" not in inspect.signature(ContinuousBatchingConfig).parameters:
+            raise UnusableModel(
+                f"--mode continuous needs transformers 5.19 or later, this is {transformers.__version__}"
+            )
         on_cpu = self.device.type == "cpu"
         pages = -(-max(self.cpu_cache_tokens, self.max_model_len) // self.page_tokens)
         self._manager = self.model.init_continuous_batching(
