@@ -1,7 +1,7 @@
 """Statistics, numpy only: quantiles, intervals, ratios of rounds, goodness of fit. Pure functions.
 
 One definition of a quantile for the whole project: Hyndman & Fan (1996) type 7, linear between order statistics, the
-one numpy, R and most peers use. docs/statistics.md has the reasons and the simulated coverage of each interval.
+one numpy, R and most peers use. docs/compare.md has the simulated coverage of the intervals of a comparison.
 """
 
 from __future__ import annotations
