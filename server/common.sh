@@ -226,6 +226,7 @@ GatedRepoError|gated repo|401 Client Error => the hub refuses this model without
 not a valid model identifier|is not a local folder|Invalid repository ID|Repo id must|RepositoryNotFoundError|LocalEntryNotFound|couldn.t connect to|Incorrect path_or_model_id|cannot find the requested files|Can.t load the configuration|no model at|OfflineModeIsEnabled => model not found: --model with a folder, or with a name that the hub has and this machine reaches
 is greater than the derived max_model_len|longer than the model =>> --max-model-len is beyond what the model was made for: a lower one
 Model architectures .*not supported|does not recognize this architecture => this model is not one that this version serves: another --model
+libnuma\.so.*cannot open shared object => libnuma is missing, which vLLM on the CPU needs: bash setup.sh brings it, or sudo apt install libnuma1
 No space left on device => the disk is full: free some, or move the cache (HF_HOME)
 Failed to find C compiler|InvalidCxxCompiler|No working C\+\+ compiler => no C compiler: sudo apt install build-essential, or --enforce-eager
 Python\.h: No such file => no headers of Python: sudo apt install python3-dev, or --enforce-eager
@@ -245,11 +246,12 @@ reason() {
         if [[ $advice == '>'* ]]; then echo "${advice#> }; it said: ${said}"; else echo "${advice# }"; fi
         return
     done <<<"$FAILURES"
+    said=$(grep -v WARNING <<<"$text" | grep -E "\) ERROR |[A-Za-z]+Error: [^E]") || true
     if ((status == 137)) || (($(num_oom_kills) > num_oom_kills_before)) ||
         grep -qE "exit code: -9|: -9[,}]|SIGKILL" <<<"$text" ||
         # vLLM points at a cause above, and there is none: its engine process vanished without a word
         { grep -qF "Engine core initialization failed" <<<"$text" &&
-            ! grep -v WARNING <<<"$text" | grep -qE "EngineCore.* ERROR |[A-Za-z]+Error: [^E]"; }; then
+            [[ -z $said ]]; }; then
         echo "killed, as the kernel does when memory runs out ($(gib "$(available_mib)") GiB are free now): a smaller model or VLLM_CPU_KVCACHE_SPACE, or more memory for WSL (memory= in .wslconfig)"
         return
     fi

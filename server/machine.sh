@@ -77,6 +77,11 @@ available_mib() {
 # How often the kernel has ended a process for want of memory since it started, in this container or the machine.
 num_oom_kills() { awk '$1 == "oom_kill" { print $2; found = 1; exit } END { if (!found) print 0 }' "$ROOT/proc/vmstat" 2>/dev/null || echo 0; }
 
+# Where the loader finds a library, one path a line; nothing: it does not.
+library_paths() {
+    PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null | awk -v name="$1" '$1 == name { print $NF }'
+}
+
 # Someone answers on ADDRESS PORT.
 port_answers() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 

@@ -97,6 +97,10 @@ cpu_limits() {
         left_gib=$((($(available_mib) - weights_mib - 2048) / 2048))
         settings+=("VLLM_CPU_KVCACHE_SPACE=$((left_gib < 1 ? 1 : left_gib > 8 ? 8 : left_gib))")
     fi
+    # brought by setup.sh where the system has none
+    folder=$(dirname "$(type -P "$python")")/../lib/system
+    [[ ! -e $folder/libnuma.so.1 ]] ||
+        settings+=("LD_LIBRARY_PATH=$(cd "$folder" && pwd)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}")
     # vLLM binds its threads itself (auto) and brings tcmalloc in some of its wheels only.
     if [[ ${LD_PRELOAD-} != *tcmalloc* ]]; then
         for folder in "$ROOT"/usr/lib/"$(uname -m)"-linux-gnu "$ROOT"/usr/lib64 "$ROOT"/usr/lib; do

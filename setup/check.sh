@@ -51,6 +51,7 @@ check_all() {
     check_open_files
     check_python
     check_compiler
+    check_libnuma
     check_environment
     check_port
 }
@@ -168,7 +169,7 @@ check_gpu() {
     fi
     found ok gpu "${gpu_name:-NVIDIA GPU}, driver ${gpu_driver:-unknown}, CUDA ${gpu_cuda:-unknown} ($smi)"
 
-    libraries=$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null | sed -n 's/.*libcuda\.so\.1 .*=> //p') || true
+    libraries=$(library_paths libcuda.so.1)
     if [[ $system == wsl2 ]]; then
         if grep -qv '/usr/lib/wsl/' <<<"$libraries" && [[ -n $libraries ]]; then
             found warning libcuda "a libcuda of a Linux driver hides Windows' own: $(grep -v '/usr/lib/wsl/' <<<"$libraries" | head -n 1)" \
@@ -477,6 +478,18 @@ check_compiler() {
         fi
     fi
     found ok compiler "$(type -P "${CXX:-g++}")"
+}
+
+# vLLM on the CPU is linked against libnuma, which a lean system lacks and no wheel brings.
+check_libnuma() {
+    [[ $device != gpu && -z ${gpu_name-} || $device == cpu ]] || return 0
+    if [[ -n $(library_paths libnuma.so.1) || -e $venv/lib/system/libnuma.so.1 ]]; then
+        found ok libnuma "libnuma is there"
+    elif type -P apt-get >/dev/null && type -P dpkg-deb >/dev/null; then
+        found ok libnuma "no libnuma: install unpacks Debian's into the environment"
+    else
+        found warning libnuma "no libnuma.so.1, which vLLM on the CPU needs" "install this system's libnuma package (numactl-libs)"
+    fi
 }
 
 check_environment() {

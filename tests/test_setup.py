@@ -26,7 +26,7 @@ RTX5090 = {"total_mib": 32604, "free_mib": 30843, "capability": "12.0", "name": 
 def machine(tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
     made.stub("gcc", "exit 0")
-    made.stub("ldconfig", "exit 0")
+    made.stub("ldconfig", "echo '\tlibnuma.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libnuma.so.1'")
     made.write(sysconfig.get_paths()["include"] + "/Python.h", "")
     made.write("/proc/cpuinfo", "flags\t\t: fpu sse avx avx2 avx512f\n")
     made.environment["VENV"] = str(tmp_path / "venv")
@@ -552,6 +552,80 @@ def test_few_open_files(machine: Machine) -> None:
     )
     finding = next(one for one in json.loads(done.stdout)["findings"] if one["name"] == "open-files")
     assert finding["level"] == "warning" and "924 requests" in finding["what"]
+
+
+def test_libnuma(machine: Machine) -> None:
+    assert check(machine)["libnuma"]["level"] == "ok"
+    machine.stub("ldconfig", "exit 0")
+    assert check(machine)["libnuma"]["level"] == "warning"
+    machine.stub("apt-get", "exit 1")
+    machine.stub("dpkg-deb", "exit 1")
+    assert "install unpacks" in check(machine)["libnuma"]["what"]
+    machine.gpu()
+    assert "libnuma" not in check(machine)
+
+
+# ---------------------------------------------------------------- parts of install
+
+
+def part_of_install(machine: Machine, commands: str) -> subprocess.CompletedProcess[str]:
+    venv = machine.environment["VENV"]
+    Path(venv).mkdir(exist_ok=True)
+    script = f"set -euo pipefail; venv={venv}; log={venv}/log; clone={CLONE}; cd {CLONE}"
+    sources = "source server/machine.sh; source setup/check.sh; source setup/install.sh"
+    return machine.run("-c", f"{script}; {sources}; {commands}")
+
+
+def test_half_installed_packages_are_dropped(machine: Machine) -> None:
+    """As pip leaves them when it is killed: without RECORD, or with the wheel's own, which does not name INSTALLER."""
+    site = Path(machine.environment["VENV"]) / "lib/python3.11/site-packages"
+    whole, unpacked, begun = (site / f"{name}-1.0.dist-info" for name in ("whole", "unpacked", "begun"))
+    for folder in (whole, unpacked, begun):
+        folder.mkdir(parents=True)
+        (folder / "METADATA").touch()
+    (whole / "RECORD").write_text(
+        "whole.py,,\nwhole-1.0.dist-info/INSTALLER,sha256=x,4\nwhole-1.0.dist-info/RECORD,,\n"
+    )
+    (unpacked / "RECORD").write_text("unpacked.py,,\nunpacked-1.0.dist-info/RECORD,,\n")
+    assert part_of_install(machine, "drop_half_installed").returncode == 0
+    assert sorted(site.iterdir()) == [whole]
+
+
+def test_this_environments_packages_are_whole(machine: Machine) -> None:
+    """The rule above holds for what pip really writes."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    records = list(site.glob("pytest-*.dist-info/RECORD")) + list(site.glob("numpy-*.dist-info/RECORD"))
+    assert len(records) == 2
+    for record in records:
+        assert ".dist-info/INSTALLER" in record.read_text()
+
+
+def test_libnuma_is_unpacked_without_root(machine: Machine) -> None:
+    machine.stub("ldconfig", "exit 0")
+    machine.stub("apt-get", "[[ $* == *Dir::State* ]] || exit 1; [[ $* != *download* ]] || : >libnuma1_2_amd64.deb")
+    machine.stub(
+        "dpkg-deb",
+        "mkdir -p $3/usr/lib; : >$3/usr/lib/libnuma.so.1.0.0; ln -s libnuma.so.1.0.0 $3/usr/lib/libnuma.so.1",
+    )
+    done = part_of_install(machine, "install_libnuma")
+    assert done.returncode == 0, done.stderr
+    folder = Path(machine.environment["VENV"]) / "lib/system"
+    assert sorted(path.name for path in folder.iterdir()) == ["libnuma.so.1", "libnuma.so.1.0.0"]
+
+
+@pytest.mark.parametrize(
+    ("found", "why"), [({}, "gpu"), ({"cuda": "12.6"}, "CUDA 12.6"), ({"capability": "7.0"}, "7.0")]
+)
+def test_which_build_is_taken(machine: Machine, found: dict[str, Any], why: str) -> None:
+    machine.gpu(**found)
+    say = 'say() { echo "$*" >&2; }'
+    choose = f'{say}; system=native; python=false; device=auto; choose_device; echo "$device"'
+    done = part_of_install(machine, choose)
+    assert done.stdout.strip() == ("cpu" if found else "gpu")
+    assert not found or (why in done.stderr and "so CPU" in done.stderr)
+    # and kept, should the GPU be gone for a while
+    (machine.bin / "nvidia-smi").unlink()
+    assert part_of_install(machine, choose).stdout == done.stdout
 
 
 # ---------------------------------------------------------------- flags, and what a check must not do

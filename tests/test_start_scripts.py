@@ -78,7 +78,8 @@ else:
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
-    python = tmp_path / "python"
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
     model = tmp_path / "models" / "Tiny-1M"
@@ -179,6 +180,14 @@ def test_without_a_cpp_compiler_eager(machine: Machine) -> None:
     assert command.count("--enforce-eager") == 1
     assert "apt install g++" in said
     assert dry(machine, VLLM, "--enforce-eager")[1].count("--enforce-eager") == 1
+
+
+def test_libnuma_that_setup_brought(machine: Machine) -> None:
+    assert "LD_LIBRARY_PATH" not in dry(machine, VLLM)[0]
+    folder = Path(machine.environment["LOADGEN_PYTHON"]).parent.parent / "lib" / "system"
+    folder.mkdir(parents=True)
+    (folder / "libnuma.so.1").touch()
+    assert dry(machine, VLLM)[0]["LD_LIBRARY_PATH"] == str(folder)
 
 
 def test_tcmalloc_is_preloaded_where_it_is(machine: Machine) -> None:
@@ -450,6 +459,18 @@ REASONS = [
         "WARNING Found ulimit of 20000. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`\n"
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
         "killed",
+    ),
+    (
+        "worker-error",
+        "(VllmWorker-0 pid=7) ERROR AttributeError: no attribute 'init_cpu_memory_env'\n"
+        + "  File\n" * 12000
+        + "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+        "status 1: (VllmWorker-0 pid=7) ERROR AttributeError: no attribute",
+    ),
+    (
+        "libnuma",
+        "WARNING Failed to import from vllm._C_AVX2: ImportError('libnuma.so.1: cannot open shared object file')",
+        "sudo apt install libnuma1",
     ),
     ("flag", "api_server.py: error: unrecognized arguments: --foo", "unrecognized arguments: --foo"),
     (
