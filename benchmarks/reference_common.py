@@ -113,6 +113,8 @@ class Bare:
         self.torch = torch
         self.folder = folder or str(packaged_model())
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder, padding_side="left")
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
         saved, device = saved_dtype(AutoConfig.from_pretrained(self.folder)), device_of("auto")
         self.model = (
             AutoModelForCausalLM.from_pretrained(
