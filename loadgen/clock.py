@@ -6,7 +6,7 @@ Code that must be tested without waiting takes a Clock; tests pass a FakeClock (
 
 import asyncio
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 NS_PER_S = 1_000_000_000
@@ -15,9 +15,10 @@ NS_PER_MS = 1_000_000
 now_ns = time.monotonic_ns
 
 
-def utc_now() -> str:
-    """ISO 8601 UTC with microseconds, for run.json only."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")
+def utc_at(stamp_ns: int) -> str:
+    """ISO 8601 UTC with microseconds of a stamp of this machine's clock, for run.json only."""
+    then = datetime.now(UTC) - timedelta(microseconds=(now_ns() - stamp_ns) / 1000)
+    return then.isoformat(timespec="microseconds")
 
 
 class Clock(Protocol):

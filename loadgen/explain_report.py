@@ -4,12 +4,14 @@ sentences to quote. Pure. No ratio stands without its absolute values and its ba
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loadgen.report import columns_of, number
 
 Document = Mapping[str, Any]
+WIDTH = 118  # characters; tables may be wider
 _FLAGS = ("vllm_args", "reference_args")
 
 
@@ -19,10 +21,14 @@ def text_of(document: Document) -> str:
     if "total" in document:
         parts += [_split(document)]
         parts += [_account(document, name, account) for name, account in document.get("static_accounts", {}).items()]
-        parts += [_memory(document), "In plain words\n" + "\n".join(f"- {s}" for s in sentences(document))]
+        parts += [_memory(document), "In plain words\n" + "\n".join(_wrapped(f"- {s}") for s in sentences(document))]
     else:
         parts.append("interrupted: no split without all arms" if document.get("interrupted") else "no split: see above")
     return "\n\n".join(part for part in parts if part)
+
+
+def _wrapped(line: str) -> str:
+    return "\n".join(textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_long_words=False))
 
 
 # ---------------------------------------------------------------- arms
@@ -193,7 +199,7 @@ def _account(document: Document, name: str, account: Mapping[str, Any]) -> str:
             f"Why {name} is {number(account['measured'])}x {base} ({rate} / {base_rate} tok/s), "
             f"not {arms[name]['streams']}x: out of the server's counters",
             *lines,
-            f"outside of decode steps, of the time of {name}: {rest}",
+            _wrapped(f"outside of decode steps, of the time of {name}: {rest}"),
         ]
     )
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadgen.clock import NS_PER_MS, now_ns, utc_now
+from loadgen.clock import NS_PER_MS, now_ns
 from loadgen.limits import ensure_descriptors, ensure_ports
 from loadgen.options import Options, UnusableServer, UsageError
 from loadgen.plan import needed_connections
@@ -238,14 +238,13 @@ def run_on_ray(options: Options, progress: Progress) -> Run:
         crew.place(options)
         if options.scrape:
             scraper.start(base_url(options.url), make_target(options).headers)
-        start_utc = utc_now()
         crew.begin(options, info)
         outcomes = conduct(crew, progress)
     finally:
         crew.end()
         scrapes = run_async(scraper.stop())
     plan_info["clock_residual_ms"] = crew.residual_ns / NS_PER_MS
-    return merge(options, replace(info, notes=(*info.notes, crew.note())), plan_info, outcomes, scrapes, start_utc)
+    return merge(options, replace(info, notes=(*info.notes, crew.note())), plan_info, outcomes, scrapes)
 
 
 def _connect(address: str, workers: int) -> Any:

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
 
-from loadgen.clock import NS_PER_MS, now_ns, utc_now
+from loadgen.clock import NS_PER_MS, now_ns, utc_at
 from loadgen.limits import ensure_descriptors, ensure_ports
 from loadgen.options import Options, UnusableServer, UsageError
 from loadgen.plan import make_plan, needed_connections
@@ -108,7 +108,6 @@ async def _run_alone(options: Options, progress: Progress) -> Run:
         if options.scrape:
             scraper.start(base_url(options.url), make_target(options).headers)
         ticker = asyncio.ensure_future(_tick(progress, runner.snapshot))
-        start_utc = utc_now()
         try:
             with _stop_on_signals(runner.stop):
                 outcome = await runner.run()
@@ -116,7 +115,7 @@ async def _run_alone(options: Options, progress: Progress) -> Run:
             ticker.cancel()
             scrapes = await scraper.stop()
         progress.update(runner.snapshot)
-        return merge(options, info, plan.info, [outcome], scrapes, start_utc)
+        return merge(options, info, plan.info, [outcome], scrapes)
     finally:
         await transport.close()
 
@@ -282,13 +281,12 @@ def _run_in_processes(options: Options, progress: Progress) -> Run:
     scraper = Scraper()
     if options.scrape:
         scraper.start(base_url(options.url), make_target(options).headers)
-    start_utc = utc_now()
     try:
         outcomes = conduct(crew, progress)
     finally:
         crew.end()
         scrapes = run_async(scraper.stop())
-    return merge(options, info, plan_info, outcomes, scrapes, start_utc)
+    return merge(options, info, plan_info, outcomes, scrapes)
 
 
 class _Processes:
@@ -387,7 +385,6 @@ def merge(
     plan_info: Mapping[str, Any],
     outcomes: Sequence[Outcome],
     scrapes: Sequence[dict[str, Any]],
-    start_utc: str,
 ) -> Run:
     """One Run of the workers' outcomes: records in order of plan, counts added, the client's evidence side by side."""
     pairs = sorted((pair for outcome in outcomes for pair in outcome.records), key=lambda pair: pair[0])
@@ -415,7 +412,7 @@ def merge(
         options={**options_to_save(options), "model": info.model},
         records=records,
         start_ns=start_ns,
-        start_utc=start_utc,
+        start_utc=utc_at(start_ns),
         end_ns=end_ns,
         usage=usage,
         interrupted=any(outcome.interrupted for outcome in outcomes),
