@@ -240,3 +240,4 @@ def test_false_discovery_levels() -> None:
     assert false_discovery_levels([0.04, 0.06])[0] == [False, False]
     assert false_discovery_levels([0.04])[0] == [True]
     assert false_discovery_levels([]) == ([], [])
+    assert false_discovery_levels([0.2, 0.2 * (1 + 1e-12), 0.9])[1] == pytest.approx([0.05 * 2 / 3, 0.05 * 2 / 3, 0.05])
