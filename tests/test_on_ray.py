@@ -237,6 +237,15 @@ def options(url: str, **changes: object) -> Options:
     return fixed.replace(**changes)
 
 
+def test_no_cluster_at_the_address() -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'loadgen[ray]'")
+    assert not ray.is_initialized(), "this must come before the tests that start a cluster"
+    with pytest.raises(UsageError, match=r"^--ray 127\.0\.0\.1:1: no Ray cluster answers there"):
+        run_load(Options(concurrency=1, ray="127.0.0.1:1"))
+    with pytest.raises(UsageError, match=r"^--ray must be local, auto or HOST:PORT, not 'nonsense'"):
+        run_load(Options(concurrency=1, ray="nonsense"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("cluster")
@@ -329,12 +338,3 @@ class TestOnACluster:
         with ScriptedServer(reply) as server:
             with pytest.raises(UnusableServer, match=r"^Ray worker [01] on .* died: [^\n]+$"):
                 run_load(options(server.url, concurrency=2, requests=100_000), progress=KillsOne())
-
-
-def test_no_cluster_at_the_address() -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'loadgen[ray]'")
-    assert not ray.is_initialized()
-    with pytest.raises(UsageError, match=r"^--ray 127\.0\.0\.1:1: no Ray cluster answers there"):
-        run_load(Options(concurrency=1, ray="127.0.0.1:1"))
-    with pytest.raises(UsageError, match=r"^--ray must be local, auto or HOST:PORT, not 'nonsense'"):
-        run_load(Options(concurrency=1, ray="nonsense"))
