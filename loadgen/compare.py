@@ -9,7 +9,7 @@ geometric mean of its two loads. The round is the unit of replication: it is com
 baseline, the first arm. docs/compare.md has what other orders do to the intervals.
 
 All arms get the same requests, and every load of an arm gets other ones: a prefix cache that has seen a prompt must
-not help. (Arms with one address are one server: there each gets its own, of the same kind.) Arms with --start are
+not help. (Arms up at one address are one server: there each gets its own, of the same kind.) Arms with --start are
 started for their turn and stopped after it; the others are up all the time.
 
 The folder: compare.json (`"format": "loadgen.compare/1"`), report.html, round-N/ARM-1 and ARM-2 with a run folder each,
@@ -123,10 +123,11 @@ def order_of(arms: int, round_number: int, seed: int) -> list[int]:
 
 
 def seed_of(plan: Plan, seed: int, arm: int, round_number: int, load: int) -> int:
-    """The seed of an arm's load: the same for all arms, never twice; of its own where two arms are one server."""
-    urls = [base_url(other.url) for other in plan.arms]
+    """The seed of an arm's load: the same for all arms, never twice; of its own where two arms are one server (servers
+    that are started in turn may share an address)."""
+    servers = [base_url(other.url) if other.start is None else other.name for other in plan.arms]
     number_ = LOADS * (round_number - 1) + load
-    return seed + number_ + LOADS * plan.rounds * urls[:arm].count(urls[arm])
+    return seed + number_ + LOADS * plan.rounds * servers[:arm].count(servers[arm])
 
 
 # ---------------------------------------------------------------- the command
@@ -154,7 +155,7 @@ def compare(plan: Plan) -> int:
         if not complete:
             raise
         error = stopped
-    if not folder.exists():
+    if not any(rounds.folders for rounds in results.values()):
         return INTERRUPTED
     document = document_of(plan, results, complete, interrupted, seed)
     _write(folder / "compare.json", document)
@@ -241,7 +242,7 @@ def document_of(
         values = {name: rounds.values(metric, complete) for name, rounds in results.items()}
         if any(value is not None for rounds in values.values() for value in rounds):
             figures[metric] = values
-    different = different_work(arms, baseline)
+    different = different_work(arms, baseline) if complete else {}
     for name, arm in arms.items():
         arm["same_work"] = not different.get(name) and not arms[baseline]["failed"]
     return {

@@ -149,6 +149,8 @@ def test_seeds() -> None:
     seeds = [[seed_of(plan, 100, arm, *load) for load in loads] for arm in range(3)]
     assert seeds[0] == seeds[1] == list(range(100, 108))
     assert seeds[2] == list(range(108, 116))
+    in_turn = Plan([Arm("A", "h:1", "serve a"), Arm("B", "h:1", "serve b")], Options(), rounds=4)
+    assert seed_of(in_turn, 100, 0, 3, 1) == seed_of(in_turn, 100, 1, 3, 1), "two servers that share an address"
 
 
 @pytest.mark.parametrize(
@@ -273,6 +275,21 @@ def test_interrupt(tmp_path: Path) -> None:
     document = json.loads((out / "compare.json").read_text())
     assert document["interrupted"] and document["rounds"] >= 2
     assert document["arms"]["A"]["requests"] == document["rounds"] * LOADS * 6
+
+
+def test_interrupted_before_the_first_load(tmp_path: Path, port: int) -> None:
+    """A server that never gets ready: Ctrl-C ends it, and there is nothing to write but its log."""
+    url, out = f"http://127.0.0.1:{port}", tmp_path / "c"
+    command = f"{sys.executable} -c 'import time; print(1, flush=True); time.sleep(600)'"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loadgen", "compare", f"A={url}", f"B={url}", *LOAD, "--out", str(out)]
+        + [f"--start=A={command}", f"--start=B={command}"]
+    )
+    while not [log for log in out.glob("logs/*.log") if log.read_text()]:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert not (out / "compare.json").exists()
 
 
 @pytest.mark.parametrize(
