@@ -50,7 +50,7 @@ _RATES = ("output_tokens_per_s", "requests_per_s", "goodput_per_s")
 
 
 class _ClientLimit(Exception):
-    """At this rate the client, not the server, is measured."""
+    """At this rate the client, not the server, was measured, however often it was tried."""
 
 
 @dataclass(slots=True)
@@ -174,8 +174,11 @@ def find_max_rate(options: Options, wanted: Wanted, start: float | None) -> int:
         error = stopped
     if not points:
         return INTERRUPTED
-    limit = points[-1].document["options"]["rate"] if client_limit else None
-    found = {**search.as_dict(), "requests_per_trial": requests, "alone": alone, "client_limit_per_s": limit}
+    limit = None
+    if client_limit:
+        last = points[-1].document
+        limit = {"rate_per_s": last["options"]["rate"], "tries": _TRIES, **last["validity"]["reasons"][0]}
+    found = {**search.as_dict(), "requests_per_trial": requests, "alone": alone, "client_limit": limit}
     _finish(options, folder, points, {**_document(options, points, interrupted), "max_rate": found})
     if error is not None:
         raise error
@@ -291,14 +294,14 @@ def _rate_lines(found: Mapping[str, Any]) -> list[str]:
         [number(rate["rate_per_s"]), str(rate["trials"]), str(rate["met"]), said[rate["holds"]]]
         for rate in found["rates"]
     ]
-    lines += columns_of(rows)
+    lines += columns_of(rows) if found["rates"] else ["no rate was decided"]
     low, high = found["holds_per_s"], found["breaks_per_s"]
-    if found["client_limit_per_s"]:
-        rate = number(found["client_limit_per_s"])
+    if limit := found["client_limit"]:
         lines += [
             "",
-            f"INVALID at {rate} requests/s, three times: the client, not the server, is at its end; --workers",
+            f"stopped: INVALID at {number(limit['rate_per_s'])} requests/s, {limit['tries']} times: the client,",
         ]
+        lines += [f"not the server, was measured: {limit['what']}", f"    -> {limit['remedy']}"]
     if found["resolved"]:
         return [*lines, "", f"highest rate: {number(low)} requests/s holds, {number(high)} breaks"]
     what = f"{number(low)} requests/s holds" if low is not None else "no rate was seen to hold"

@@ -132,6 +132,21 @@ def test_a_trial_meets_when_enough_requests_do() -> None:
     assert [sweep.trial_requests(at) for at in (0.5, 0.9, 0.95, 0.99, 0.999)] == [50, 50, 50, 200, 2000]
 
 
+def test_a_client_at_its_end_is_said() -> None:
+    limit = {"rate_per_s": 900.0, "tries": 3, "what": "the client used 99 % of a core", "remedy": "use --workers 2"}
+    search = Search(1.0, Wanted(Slo(ttft_ms=100)))
+    extra = {"requests_per_trial": 200, "alone": None, "client_limit": limit}
+    text = sweep.text_of({"interrupted": False, "max_rate": {**search.as_dict(), **extra}})
+    for said in (
+        "INVALID at 900.0 requests/s",
+        "99 % of a core",
+        "-> use --workers 2",
+        "not resolved",
+        "no rate was decided",
+    ):
+        assert said in text, said
+
+
 def point(load: str, rate: float, e2e_ms: float | None) -> sweep.Point:
     metrics = {"output_tokens_per_s": rate, "e2e_ms": {"p50": e2e_ms}}
     return sweep.Point(load, Path(load), {"metrics": metrics, "validity": {"valid": True}})
@@ -194,7 +209,7 @@ def test_find_max_rate_command(tmp_path: Path) -> None:
     assert result.returncode in (0, 3), result.stderr
     document = json.loads((out / "sweep.json").read_text())
     found = document["max_rate"]
-    if found["client_limit_per_s"] is None:
+    if found["client_limit"] is None:
         assert found["breaks_per_s"] is not None
         assert sum(rate["trials"] for rate in found["rates"]) < len(
             document["points"]
