@@ -51,7 +51,7 @@ from loadgen.workers import run_load
 
 FORMAT = "loadgen.explain/1"
 QUESTION = "What is the capital of France?"
-_MIN_WAVES, _MAX_WAVES = 2, 60  # waves of all streams in a round
+_MAX_WAVES = 60  # waves of all streams in a round; at least one, however long it takes
 _MIN_CONTEXT = 2048
 
 
@@ -293,7 +293,7 @@ def _measure_arm(plan: Plan, folder: Path, url: str, result: Measured) -> None:
     if failed is not None and all(record.failure for record in first.measured):
         raise UnusableServer(f"{arm.name}: every request of the warm-up failed: {failed.failure}")
     wave_s = max((first.end_ns - first.start_ns) / 1e9, 1e-3)
-    waves = min(max(round(plan.round_s / wave_s), _MIN_WAVES), _MAX_WAVES)
+    waves = min(max(round(plan.round_s / wave_s), 1), _MAX_WAVES)
     for number in range(1, plan.rounds + 1):
         seed = (options.seed or 0) + number  # a prompt seen before would come out of a prefix cache
         run = _load(

@@ -209,6 +209,10 @@ def _estimated(arm: Arm) -> str:
 
 def _comparison(comparison: Mapping[str, Any]) -> str:
     """compare.json as a table: both values, the ratio with its interval, the verdict, what could have been seen."""
+    unequal = "".join(
+        f'<div class="box bad"><b>not the same work</b>: {escape(text)}</div>'
+        for text in comparison.get("different_work") or ()
+    )
     baseline = str(comparison["baseline"])
     rows = []
     for metric, arms in comparison["metrics"].items():
@@ -231,7 +235,7 @@ def _comparison(comparison: Mapping[str, Any]) -> str:
     rounds = comparison.get("rounds")
     count = len(rounds) if isinstance(rounds, Sequence) else rounds
     note = remark(f"Intervals from the paired log ratios of {count} rounds.") if count else ""
-    return f'<div class="wide"><table class="text"><tr>{head}</tr>{"".join(rows)}</table></div>{note}'
+    return f'{unequal}<div class="wide"><table class="text"><tr>{head}</tr>{"".join(rows)}</table></div>{note}'
 
 
 # ---------------------------------------------------------------- the rest

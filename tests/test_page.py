@@ -183,6 +183,7 @@ def test_comparison_table() -> None:
         "arms": ["a", "b"],
         "rounds": [1, 2, 3, 4],
         "metrics": {"output_tokens_per_s": {"a": entry(), "b": other}},
+        "different_work": ["b did 10 output tokens, a 20"],
     }
     page = make_page(three_arms()[:1], comparison=comparison)
     for text in (
@@ -194,6 +195,7 @@ def test_comparison_table() -> None:
         "4 rounds",
     ):
         assert text in page, text
+    assert page.index("b did 10 output tokens, a 20") < page.index("2.500</b>"), "before any ratio"
 
 
 @pytest.mark.parametrize(
