@@ -165,10 +165,10 @@ def sweep_command(
 
 @cli.command("explain")
 @click.option("--arms", metavar="LIST", help="serial,static-8,static-32,continuous-32,vllm-1,vllm-32,serial-no-kv.")
-@click.option("--streams", type=click.IntRange(min=2), default=32, show_default=True, metavar="N", help="Many streams.")
+@click.option("--streams", type=click.IntRange(min=2), metavar="N", help="Many streams. [default: 32; --demo: 16]")
 @click.option("--width", type=click.IntRange(min=2), default=8, show_default=True, metavar="W", help="Static batch.")
 @click.option("--rounds", type=COUNT, default=3, show_default=True, metavar="N", help="Loads of each arm.")
-@click.option("--round-seconds", "round_s", type=SecondsType(), default="10s", show_default=True, metavar="S")
+@click.option("--round-seconds", "round_s", type=SecondsType(), metavar="S", help="[default: 10s; --demo: 4s]")
 @click.option("--model", metavar="M", help="Folder or hub name. [default: the packaged SmolLM2-135M-Instruct]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True)
 @click.option(

@@ -577,10 +577,11 @@ def plan_from(values: Mapping[str, Any]) -> Plan:
     """
     demo = values["demo"]
     names = values["arms"]
+    streams = values["streams"] or (16 if demo else 32)
     if demo:
         if names is not None:
             raise UsageError("--arms would be ignored: --demo has its own")
-        names = f"serial,static-{values['width']},vllm-1,vllm-{values['streams']}"
+        names = f"serial,static-{values['width']},vllm-1,vllm-{streams}"
     if values["out"] and Path(values["out"]).exists() and any(Path(values["out"]).iterdir()):
         raise UsageError(f"--out {values['out']} exists and is not empty: name a new folder")
     load = Options(
@@ -590,13 +591,13 @@ def plan_from(values: Mapping[str, Any]) -> Plan:
         seed=values["seed"],
     )
     return Plan(
-        arms=parse_arms(names, values["streams"], values["width"]),
+        arms=parse_arms(names, streams, values["width"]),
         load=load,
         model=values["model"],
         device=values["device"],
         dtype=values["dtype"],
         rounds=values["rounds"],
-        round_s=values["round_s"],
+        round_s=values["round_s"] or (4.0 if demo else 10.0),
         vllm_args=values["vllm_args"],
         eager_on_cpu=demo,
         reference_args=values["reference_args"],
