@@ -135,7 +135,7 @@ def test_what_a_server_repeats_of_a_secret_is_masked(
     usage = make_run([record]).usage
     outcome = Outcome(((0, record),), START_NS, START_NS + 1, usage, interrupted=False, unfinished=0, skipped=0)
     options = Options(headers={"X-Token": "Token-0123456789", "X-Flag": "true"})
-    run = merge(options, ServerInfo("m"), {}, [outcome], [], "")
+    run = merge(options, ServerInfo("m"), {}, [outcome], [])
     assert run.records[0].failure == Failure(FailureKind.STATUS, written, 401)
     assert run.options["headers"] == {"X-Token": "***", "X-Flag": "***"}
 
