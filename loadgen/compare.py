@@ -158,7 +158,7 @@ def compare(plan: Plan) -> int:
     if not any(rounds.folders for rounds in results.values()):
         return INTERRUPTED
     document = document_of(plan, results, complete, interrupted, seed)
-    _write(folder / "compare.json", document)
+    run_folder.write_document(folder / "compare.json", document)
     _show(options, folder, document, results)
     if error is not None:
         raise error
@@ -374,9 +374,3 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
         "Intervals: Student t of the rounds' log ratios, 95 % for each line by itself. faster and slower are said for",
         "the table as a whole: where nothing differs, 95 tables of 100 say neither.",
     ]
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.part")
-    run_folder.write_synced(partial, orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    partial.replace(path)

@@ -173,9 +173,7 @@ def constrained(options: Options, names: Sequence[str] | None, rounds: int, lega
             if interrupted:
                 break
     document = document_of(results, seed, interrupted)
-    partial = folder / ".constrained.json.part"
-    run_folder.write_synced(partial, orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    partial.replace(folder / "constrained.json")
+    run_folder.write_document(folder / "constrained.json", document)
     if options.json:
         sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
     elif not options.quiet:

@@ -176,7 +176,7 @@ def explain(plan: Plan) -> int:
     except KeyboardInterrupt:
         interrupted = True
     document = _document(plan, model, measured, machine, interrupted)
-    _write(folder / "explain.json", document)
+    run_folder.write_document(folder / "explain.json", document)
     text = text_of(document)
     shown = [(m, m.folders[-1]) for m in measured if m.folders]
     if shown:
@@ -526,12 +526,6 @@ def _memory(
             )
         result["arms"][name] = entry
     return result
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.part")
-    run_folder.write_synced(partial, orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    partial.replace(path)
 
 
 # ---------------------------------------------------------------- this machine

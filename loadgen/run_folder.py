@@ -131,6 +131,13 @@ def write_synced(path: Path, data: bytes) -> None:
         raise
 
 
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Write compare.json and the like: strict JSON, whole or not at all. Raises OSError."""
+    partial = path.with_name(f".{path.name}.part")
+    write_synced(partial, orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    partial.replace(path)
+
+
 def _sync(folder: Path) -> None:
     """Make the names in a folder durable, where the system can."""
     try:

@@ -310,10 +310,7 @@ def _rate_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _finish(options: Options, folder: Path, points: Sequence[Point], document: Mapping[str, Any]) -> None:
-    path = folder / "sweep.json"
-    partial = path.with_name(f".{path.name}.part")
-    run_folder.write_synced(partial, orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    partial.replace(path)
+    run_folder.write_document(folder / "sweep.json", document)
     text = text_of(document)
     shown = points if "knee" in document else _around_the_border(points, document["max_rate"])
     write_page(
